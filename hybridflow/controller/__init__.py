@@ -1,0 +1,1 @@
+"""Runtimes: they connect the verbs of roles to workers."""

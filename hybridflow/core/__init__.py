@@ -1,0 +1,1 @@
+"""The core abstractions: batches, roles, configuration, errors, metrics, seeding. Imports torch and the stdlib only."""

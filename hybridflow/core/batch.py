@@ -1,0 +1,212 @@
+"""Batch: named columns over rows, the one currency of the dataflow.
+
+    batch = Batch({"sample_id": np.arange(2), "tokens": Ragged.from_rows([[1, 2, 3], [4, 5]])})
+    len(batch)                       # 2
+    batch["tokens"].padded()         # [[1, 2, 3], [4, 5, 0]]
+    batch.rows([1, 0]).repeat(2)     # four rows: 1, 1, 0, 0
+
+Columns are numpy: dense ``[B, ...]`` for row fields, ``Ragged`` for fields on a time or prompt axis, object arrays for the
+rest (see ``core.fields``). A batch never changes; every operation returns a new one and copies no more than it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hybridflow.core.errors import ContractError
+from hybridflow.core.fields import FIELDS
+
+__all__ = ["Array", "Batch", "Column", "Ragged", "objects"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths, packed: ``values`` [sum(lengths), ...] and ``lengths`` [B] (int64)."""
+
+    values: Array
+    lengths: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != int(self.lengths.sum()):
+            raise ContractError(f"ragged column: {len(self.values)} values, but lengths sum to {int(self.lengths.sum())}")
+
+    @staticmethod
+    def from_rows(rows: Iterable[ArrayLike], dtype: Any = None) -> Ragged:
+        """Pack a sequence of arrays; without rows, ``dtype`` is the type of the empty values (float64 if None)."""
+        arrays = [np.asarray(row, dtype) for row in rows]
+        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+        return Ragged(values, np.array([len(array) for array in arrays], np.int64))
+
+    @staticmethod
+    def from_padded(padded: Array, lengths: ArrayLike) -> Ragged:
+        """Pack ``padded`` [B, T, ...], of which the first ``lengths[i]`` entries of row i count."""
+        lengths = np.asarray(lengths, np.int64)
+        return Ragged(padded[np.arange(padded.shape[1]) < lengths[:, None]], lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Array:
+        start = int(self.lengths[:row].sum())
+        return self.values[start : start + int(self.lengths[row])]
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(np.split(self.values, self.offsets[1:-1])) if len(self) else iter(())
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[B + 1]: row i is ``values[offsets[i]:offsets[i + 1]]``."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+
+    @property
+    def row_index(self) -> NDArray[np.int64]:
+        """[sum(lengths)]: the row of every value."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    def rows(self, index: ArrayLike) -> Ragged:
+        """The rows at ``index`` [K], in that order, repeats allowed."""
+        index = np.asarray(index, np.int64)
+        lengths = self.lengths[index]
+        starts = self.offsets[:-1][index]
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        return Ragged(self.values[np.repeat(starts - (ends - lengths), lengths) + np.arange(total)], lengths)
+
+    def padded(self, fill: Any = 0) -> Array:
+        """[B, T, ...] with ``fill`` behind each row's end; T is the longest row."""
+        width = int(self.lengths.max(initial=0))
+        out = np.full((len(self), width, *self.values.shape[1:]), fill, self.values.dtype)
+        out[np.arange(width) < self.lengths[:, None]] = self.values
+        return out
+
+    def like(self, values: Array) -> Ragged:
+        """Other ``values`` on the same axis."""
+        return Ragged(values, self.lengths)
+
+
+Column = Array | Ragged
+
+
+def objects(values: Iterable[Any]) -> Array:
+    """An object column: one Python object a row."""
+    items = list(values)
+    column = np.empty(len(items), object)
+    column[:] = items
+    return column
+
+
+class Batch:
+    """Named columns over the same rows. Unknown names, wrong kinds, types or lengths raise ContractError."""
+
+    def __init__(self, columns: Mapping[str, Column], num_rows: int | None = None) -> None:
+        self.columns: dict[str, Column] = dict(columns)
+        if num_rows is None:
+            if not self.columns:
+                raise ContractError("a batch without columns needs num_rows")
+            num_rows = len(next(iter(self.columns.values())))
+        self._num_rows = num_rows
+        self._check()
+
+    def _check(self) -> None:
+        time_axis: tuple[str, Ragged] | None = None
+        for name, column in self.columns.items():
+            _check_column(name, column, self._num_rows)
+            if isinstance(column, Ragged) and FIELDS[name].axis == "time":
+                if time_axis and not np.array_equal(time_axis[1].lengths, column.lengths):
+                    raise ContractError(f"columns {time_axis[0]!r} and {name!r} have different lengths on the time axis")
+                time_axis = time_axis or (name, column)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} rows: {', '.join(sorted(self.columns))})"
+
+    def __getitem__(self, name: str) -> Any:
+        """The column: an array for row and object fields, a Ragged for time and prompt fields."""
+        if name not in self.columns:
+            raise ContractError(f"no column {name!r}; the batch has {', '.join(sorted(self.columns))}")
+        return self.columns[name]
+
+    def ragged(self, name: str) -> Ragged:
+        """A column on a time or prompt axis, typed."""
+        column = self[name]
+        if not isinstance(column, Ragged):
+            raise ContractError(f"column {name!r} is not ragged")
+        return column
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[B]: steps of each row; ones when the batch has no time axis."""
+        for name, column in self.columns.items():
+            if isinstance(column, Ragged) and FIELDS[name].axis == "time":
+                return column.lengths
+        return np.ones(len(self), np.int64)
+
+    def select(self, names: Iterable[str]) -> Batch:
+        """Only these columns."""
+        return Batch({name: self[name] for name in names}, len(self))
+
+    def with_columns(self, **columns: Column) -> Batch:
+        """These columns added or replaced."""
+        return Batch({**self.columns, **columns}, len(self))
+
+    def rows(self, index: ArrayLike) -> Batch:
+        """The rows at ``index`` (integers [K], or booleans [B]), in that order, repeats allowed."""
+        index = np.asarray(index)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        taken = {name: c.rows(index) if isinstance(c, Ragged) else c[index] for name, c in self.columns.items()}
+        return Batch(taken, len(index))
+
+    def repeat(self, count: int) -> Batch:
+        """Every row ``count`` times, copies side by side."""
+        return self.rows(np.repeat(np.arange(len(self)), count))
+
+    def freeze(self) -> Batch:
+        """Make every array read-only, so that no worker can change what another one reads. Returns self."""
+        for column in self.columns.values():
+            for array in (column.values, column.lengths) if isinstance(column, Ragged) else (column,):
+                array.flags.writeable = False
+        return self
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Rows of all batches, in order; all must carry the same columns."""
+        first = batches[0]
+        for other in batches[1:]:
+            if other.columns.keys() != first.columns.keys():
+                differing = ", ".join(sorted(other.columns.keys() ^ first.columns.keys()))
+                raise ContractError(f"concat: the batches differ in columns {differing}")
+        columns = {name: _concat([batch[name] for batch in batches]) for name in first.columns}
+        return Batch(columns, sum(len(batch) for batch in batches))
+
+
+def _concat(columns: Sequence[Column]) -> Column:
+    if isinstance(columns[0], Ragged):
+        parts = [column for column in columns if isinstance(column, Ragged)]
+        return Ragged(np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts]))
+    return np.concatenate(columns)  # type: ignore[arg-type]
+
+
+def _check_column(name: str, column: Column, num_rows: int) -> None:
+    if name not in FIELDS:
+        raise ContractError(f"unknown column {name!r}: columns are declared in hybridflow.core.fields.FIELDS")
+    field = FIELDS[name]
+    if isinstance(column, Ragged) != (field.axis in ("time", "prompt")):
+        raise ContractError(f"column {name!r} is on the {field.axis} axis, but got {type(column).__name__}")
+    if len(column) != num_rows:
+        raise ContractError(f"column {name!r} has {len(column)} rows, expected {num_rows}")
+    dtype = column.values.dtype if isinstance(column, Ragged) else column.dtype
+    expected = np.dtype(object) if field.axis == "object" else np.dtype(field.dtype) if field.dtype else dtype
+    if dtype != expected:
+        raise ContractError(f"column {name!r} has type {dtype}, expected {expected}")

@@ -1,0 +1,74 @@
+"""The error tree.
+
+    HybridFlowError
+    ├── UserError            a mistake of the user: one line says what, where, what was expected, how to fix it; exit code 2
+    │   ├── ConfigError      all problems of a configuration at once
+    │   ├── ModelError       a model folder, its weights or its tokenizer
+    │   ├── DataError        a prompt file, a task, an environment
+    │   ├── RewardError      a reward function or what it returned
+    │   ├── CheckpointError  a checkpoint or a run directory
+    │   └── ResourceError    memory or disk ran out: what to lower
+    ├── ContractError        a program broke the contract of the dataflow (a column missing, undeclared, of the wrong shape)
+    └── NonFiniteError       a loss, gradient or reward is NaN or infinite
+
+Everything else is a bug and shows as a traceback.
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "DataError",
+    "HybridFlowError",
+    "ModelError",
+    "NonFiniteError",
+    "ResourceError",
+    "RewardError",
+    "UserError",
+]
+
+
+class HybridFlowError(Exception):
+    """Root of every error that hybridflow raises on purpose."""
+
+
+class UserError(HybridFlowError):
+    """A user's mistake, told in one line."""
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration; ``problems`` holds one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ModelError(UserError):
+    """A model folder, its weights or its tokenizer can't be used."""
+
+
+class DataError(UserError):
+    """A prompt file, a task or an environment can't be used."""
+
+
+class RewardError(UserError):
+    """A reward function can't be found or called, or what it returned is no score."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or a run directory is missing, damaged, or belongs to another run."""
+
+
+class ResourceError(UserError):
+    """Memory or disk ran out; the message says what to lower."""
+
+
+class ContractError(HybridFlowError):
+    """A program broke the contract of the dataflow."""
+
+
+class NonFiniteError(HybridFlowError):
+    """A loss, a gradient or a reward is NaN or infinite; the message names the function and the samples."""

@@ -1,0 +1,59 @@
+"""The vocabulary of columns: every name that a batch may carry, its axis, its type and its meaning.
+
+A row is one piece of one episode. For language models the episode is a response and its steps are tokens (the prompt's
+tokens come first on the same time axis); for environments the steps are transitions. Columns on the ``time`` axis of one
+batch share their lengths. On the time axis, entry t speaks of step t: ``log_probs[t]`` and ``values[t]`` belong to the
+state *before* action t, so for tokens they come from the hidden state at position t - 1.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FIELDS", "Axis", "Field"]
+
+Axis = Literal["row", "time", "prompt", "object"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of the vocabulary. ``dtype`` is a numpy type name; None leaves it to the environment or data set."""
+
+    axis: Axis
+    dtype: str | None
+    meaning: str
+
+
+FIELDS: dict[str, Field] = {
+    # identity
+    "sample_id": Field("row", "int64", "unique in a run; all randomness of the row derives from it"),
+    "group_id": Field("row", None, "rows with equal ids are responses to the same prompt; any integers or strings"),
+    "policy_version": Field("time", "int64", "updates that the policy had seen when it chose this step"),
+    # language
+    "prompt": Field("prompt", "int64", "token ids of the prompt"),
+    "prompt_text": Field("object", None, "what the user wrote, before any chat template"),
+    "fields": Field("object", None, "dict of the data set's other fields of this row (answer, ...)"),
+    "tokens": Field("time", "int64", "token ids: prompt, then response"),
+    "response": Field("object", None, "text of the response, decoded once from its tokens"),
+    # environments
+    "slot": Field("row", "int64", "which environment of the sampler"),
+    "num_steps": Field("row", "int64", "steps to collect in that environment"),
+    "observations": Field("time", None, "what the policy saw before the step"),
+    "actions": Field("time", None, "what it did"),
+    "final_observations": Field("row", None, "what followed the last step of the piece"),
+    # what the policy and the world said
+    "response_mask": Field("time", "bool", "True where the actor chose the step; prompt tokens and dropped rows are False"),
+    "log_probs": Field("time", "float32", "of the chosen step under the sampling policy"),
+    "ref_log_probs": Field("time", "float32", "of the chosen step under the reference policy"),
+    "terminated": Field("row", "bool", "the episode ended; nothing follows, so nothing is bootstrapped"),
+    "truncated": Field("row", "bool", "a limit cut the episode (response length, time limit)"),
+    # scores and estimates
+    "scores": Field("row", "float32", "what a scorer gave the response"),
+    "score_failed": Field("row", "bool", "the scorer failed on this row: its score means nothing"),
+    "greedy_scores": Field("row", "float32", "score of the greedy response to the same prompt (ReMax)"),
+    "rewards": Field("time", "float32", "reward of each step"),
+    "values": Field("time", "float32", "value of the state before the step"),
+    "bootstrap_values": Field("row", "float32", "value of the state after the last step"),
+    "advantages": Field("time", "float32", "advantage of each step"),
+    "returns": Field("time", "float32", "target of the value of each step"),
+    "td_errors": Field("time", "float32", "temporal-difference error of each step"),
+}

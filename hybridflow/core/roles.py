@@ -1,0 +1,270 @@
+"""Roles and their verbs: how an algorithm speaks with models, wherever they run.
+
+A *verb* is a method ``Batch -> Batch`` of a worker class that declares the columns it reads and writes. A *role* says
+which worker class to build, with which arguments, under which name. ``runtime.role(role)`` gives a handle of the
+worker's own type: an algorithm calls ``critic.compute_values(batch)`` and can't tell a worker in this process from a group
+of processes elsewhere. Functions that travel to workers (losses, estimators) are *declared* in the same way:
+
+    @columns(reads=("rewards", "response_mask"), writes=("returns",))
+    def discounted_returns(batch, gamma): ...
+
+    fn = discounted_returns.bind(gamma=0.99)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.metrics import Metrics, Span
+
+__all__ = [
+    "Actor",
+    "Algorithm",
+    "Critic",
+    "Declared",
+    "Drained",
+    "Estimator",
+    "Fn",
+    "Loss",
+    "Role",
+    "Runtime",
+    "Scorer",
+    "Verb",
+    "WorkerContext",
+    "chain",
+    "columns",
+    "control",
+    "is_control",
+    "remote",
+    "update",
+    "verb_of",
+]
+
+W = TypeVar("W")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Kind = Literal["generate", "reward", "forward", "train", "compute"]
+Names = tuple[str, ...]
+NamesOf = Names | Callable[[Mapping[str, Any]], Names]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What a method declares. ``reads`` and ``writes`` may be functions of the role's arguments.
+
+    ``rows``: "same" (one output row for each input row) or "new" (the verb makes rows of its own, as environments do).
+    ``kind`` sorts the verb's time into the split of a step.
+    """
+
+    reads: NamesOf
+    writes: NamesOf
+    rows: Literal["same", "new"]
+    kind: Kind
+
+
+def remote(
+    *, reads: NamesOf = (), writes: NamesOf = (), rows: Literal["same", "new"] = "same", kind: Kind = "forward"
+) -> Callable[[Method], Method]:
+    """Declare a method as a verb: it moves rows, ``Batch -> Batch``."""
+
+    def declare(method: Method) -> Method:
+        method.verb = Verb(reads, writes, rows, kind)  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+def control(method: Method) -> Method:
+    """Declare a method that moves no rows (save, export, names ...); handles pass its arguments and result as they are."""
+    method.control = True  # type: ignore[attr-defined]
+    return method
+
+
+def verb_of(method: Any) -> Verb | None:
+    """The declaration of a method, None if it is no verb."""
+    return getattr(method, "verb", None)
+
+
+def is_control(method: Any) -> bool:
+    return getattr(method, "control", False)
+
+
+@dataclass
+class WorkerContext:
+    """What a worker gets from its runtime. Metrics added here reach the driver under ``<role>/<name>``."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True)
+class Role(Generic[W]):
+    """What to build: ``worker(context, **args)``, called ``name``. ``rename`` maps written columns to other names."""
+
+    name: str
+    worker: Callable[..., W]
+    args: Mapping[str, Any] = field(default_factory=dict)
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def columns_of(self, verb: Verb, arguments: Sequence[Any]) -> tuple[Names, Names]:
+        """(reads, writes) of a call: the verb's own plus those of declared functions among its arguments."""
+        functions = [argument for argument in arguments if isinstance(argument, Fn)]
+        reads = [*_names(verb.reads, self.args), *(name for fn in functions for name in fn.reads)]
+        writes = [*_names(verb.writes, self.args), *(name for fn in functions for name in fn.writes)]
+        return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
+
+
+def _names(names: NamesOf, args: Mapping[str, Any]) -> Names:
+    return names(args) if callable(names) else names
+
+
+class Loss(NamedTuple):
+    """What a loss returns: ``terms`` unreduced ([N] steps or [R] rows), metrics with one value a step or row, columns."""
+
+    terms: Tensor
+    metrics: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor] = {}
+
+
+class Declared:
+    """A top-level pure function with declared columns. Call it directly, or bind its parameters to make an ``Fn``."""
+
+    def __init__(
+        self, function: Callable[..., Any], reads: NamesOf, writes: Names, per: Literal["step", "row"], min_group: int
+    ) -> None:
+        self.function, self.reads, self.writes, self.per, self.min_group = function, reads, writes, per, min_group
+        self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        return self.function(*args, **params)
+
+    def bind(self, **params: Any) -> Fn:
+        """Fix the parameters; the result is plain data that pickles by the function's name."""
+        return Fn(self, params, _names(self.reads, params), self.writes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _find, (self.function.__module__, self.function.__qualname__)
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def columns(
+    reads: NamesOf, writes: Names = (), *, per: Literal["step", "row"] = "step", min_group: int = 1
+) -> Callable[[Callable[..., Any]], Declared]:
+    """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
+
+    ``reads`` may be a function of the bound parameters. ``per``: what a loss's terms are divided by, the number of steps
+    or of rows of the minibatch. ``min_group``: the smallest number of responses to a prompt that an estimator needs.
+    """
+
+    def declare(function: Callable[..., Any]) -> Declared:
+        return Declared(function, reads, writes, per, min_group)
+
+    return declare
+
+
+@dataclass(frozen=True)
+class Fn:
+    """A declared function with its parameters: what is shipped to a worker."""
+
+    declared: Declared
+    params: Mapping[str, Any]
+    reads: Names
+    writes: Names
+
+    def __call__(self, *args: Any) -> Any:
+        return self.declared(*args, **self.params)
+
+    @property
+    def name(self) -> str:
+        return self.declared.__name__
+
+    @property
+    def per(self) -> Literal["step", "row"]:
+        return self.declared.per
+
+    @property
+    def min_group(self) -> int:
+        parts: Sequence[Fn] = self.params.get("functions", ())
+        return max([self.declared.min_group, *(fn.min_group for fn in parts)])
+
+
+@columns(())
+def _chain(batch: Batch, functions: Sequence[Fn]) -> dict[str, Any]:
+    for fn in functions:
+        batch = batch.with_columns(**fn(batch))
+    written = {name for fn in functions for name in fn.writes}
+    return {name: batch[name] for name in written}
+
+
+def chain(*functions: Fn) -> Fn:
+    """Estimators one after another; what an earlier one writes, a later one may read."""
+    reads: list[str] = []
+    written: list[str] = []
+    for fn in functions:
+        reads += [name for name in fn.reads if name not in written]
+        written += fn.writes
+    return Fn(_chain, {"functions": functions}, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(written)))
+
+
+class Actor(Protocol):
+    """The trained policy: samples and learns."""
+
+    def rollout(self, batch: Batch, /) -> Batch: ...
+    def update(self, batch: Batch, loss: Fn, /) -> Batch: ...
+
+
+class Critic(Protocol):
+    """A trained value model; writes ``values`` and ``bootstrap_values``."""
+
+    def compute_values(self, batch: Batch, /) -> Batch: ...
+    def update(self, batch: Batch, loss: Fn, /) -> Batch: ...
+
+
+class Scorer(Protocol):
+    """Judges rows: reward functions write ``scores``, a reference model writes ``ref_log_probs``."""
+
+    def score(self, batch: Batch, /) -> Batch: ...
+
+
+class Estimator(Protocol):
+    """Runs declared estimators over whole batches."""
+
+    def compute(self, batch: Batch, fn: Fn, /) -> Batch: ...
+
+
+class Drained(NamedTuple):
+    """What happened since the last drain: metrics by name, and the spans of verbs that ran."""
+
+    metrics: Metrics
+    spans: Sequence[Span]
+
+
+class Runtime(Protocol):
+    """Connects handles to workers."""
+
+    def role(self, role: Role[W], /) -> W: ...
+    def drain(self) -> Drained: ...
+    def stop(self) -> None: ...
+
+
+class Algorithm(Protocol):
+    """One step is ``learn(rollout(source))``. Neither may branch on values."""
+
+    def rollout(self, source: Batch, /) -> Batch: ...
+    def learn(self, batch: Batch, /) -> Batch: ...
+    def observe(self, metrics: Mapping[str, float], /) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+def update(batch: Batch, *pairs: tuple[Actor | Critic, Fn]) -> None:
+    """Update each role with its loss, on the same batch; the updates are independent of each other."""
+    for role, loss in pairs:
+        role.update(batch, loss)

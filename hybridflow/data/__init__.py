@@ -1,0 +1,1 @@
+"""Datasets, built-in tasks, tokenizers and chat templates, environments."""

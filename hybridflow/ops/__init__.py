@@ -1,0 +1,1 @@
+"""Pure tensor mathematics of reinforcement learning: no state, no processes, no configuration."""

@@ -1,0 +1,1 @@
+"""What happens between sampling and learning: rewards, buffers, schedules."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, samples, timeline, console and report."""

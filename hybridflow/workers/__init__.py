@@ -1,0 +1,1 @@
+"""Workers know no algorithm: they see the columns they read and return the columns they write."""
