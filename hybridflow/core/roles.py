@@ -134,9 +134,16 @@ class Declared:
     """A top-level pure function with declared columns. Call it directly, or bind its parameters to make an ``Fn``."""
 
     def __init__(
-        self, function: Callable[..., Any], reads: NamesOf, writes: Names, per: Literal["step", "row"], min_group: int
+        self,
+        function: Callable[..., Any],
+        reads: NamesOf,
+        writes: Names,
+        per: Literal["step", "row"],
+        min_group: int,
+        on: Literal["outputs", "networks"],
     ) -> None:
         self.function, self.reads, self.writes, self.per, self.min_group = function, reads, writes, per, min_group
+        self.on = on
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
 
     def __call__(self, *args: Any, **params: Any) -> Any:
@@ -155,16 +162,23 @@ def _find(module: str, name: str) -> Any:
 
 
 def columns(
-    reads: NamesOf, writes: Names = (), *, per: Literal["step", "row"] = "step", min_group: int = 1
+    reads: NamesOf,
+    writes: Names = (),
+    *,
+    per: Literal["step", "row"] = "step",
+    min_group: int = 1,
+    on: Literal["outputs", "networks"] = "outputs",
 ) -> Callable[[Callable[..., Any]], Declared]:
     """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
 
     ``reads`` may be a function of the bound parameters. ``per``: what a loss's terms are divided by, the number of steps
     or of rows of the minibatch. ``min_group``: the smallest number of responses to a prompt that an estimator needs.
+    ``on``: what a loss is given first, the outputs of the model or, for losses that evaluate several networks (Q-learning),
+    the learner's networks by name.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:
-        return Declared(function, reads, writes, per, min_group)
+        return Declared(function, reads, writes, per, min_group, on)
 
     return declare
 
@@ -188,6 +202,10 @@ class Fn:
     @property
     def per(self) -> Literal["step", "row"]:
         return self.declared.per
+
+    @property
+    def on(self) -> Literal["outputs", "networks"]:
+        return self.declared.on
 
     @property
     def min_group(self) -> int:
