@@ -44,6 +44,7 @@ FIELDS: dict[str, Field] = {
     "response_mask": Field("time", "bool", "True where the actor chose the step; prompt tokens and dropped rows are False"),
     "log_probs": Field("time", "float32", "of the chosen step under the sampling policy"),
     "ref_log_probs": Field("time", "float32", "of the chosen step under the reference policy"),
+    "learner_log_probs": Field("time", "float32", "of the chosen step under the learner's current policy"),
     "terminated": Field("row", "bool", "the episode ended; nothing follows, so nothing is bootstrapped"),
     "truncated": Field("row", "bool", "a limit cut the episode (response length, time limit)"),
     # scores and estimates

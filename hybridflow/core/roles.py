@@ -14,6 +14,7 @@ of processes elsewhere. Functions that travel to workers (losses, estimators) ar
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -51,6 +52,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
+Per = Literal["step", "row"]
+PerOf = Per | Callable[[Mapping[str, Any]], Per]
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,14 @@ class Declared:
         function: Callable[..., Any],
         reads: NamesOf,
         writes: Names,
-        per: Literal["step", "row"],
+        per: PerOf,
         min_group: int,
         on: Literal["outputs", "networks"],
     ) -> None:
         self.function, self.reads, self.writes, self.per, self.min_group = function, reads, writes, per, min_group
         self.on = on
+        signature = inspect.signature(function).parameters.values()
+        self.defaults = {param.name: param.default for param in signature if param.default is not param.empty}
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
 
     def __call__(self, *args: Any, **params: Any) -> Any:
@@ -151,7 +156,7 @@ class Declared:
 
     def bind(self, **params: Any) -> Fn:
         """Fix the parameters; the result is plain data that pickles by the function's name."""
-        return Fn(self, params, _names(self.reads, params), self.writes)
+        return Fn(self, params, _names(self.reads, self.defaults | params), self.writes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _find, (self.function.__module__, self.function.__qualname__)
@@ -165,16 +170,16 @@ def columns(
     reads: NamesOf,
     writes: Names = (),
     *,
-    per: Literal["step", "row"] = "step",
+    per: PerOf = "step",
     min_group: int = 1,
     on: Literal["outputs", "networks"] = "outputs",
 ) -> Callable[[Callable[..., Any]], Declared]:
     """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
 
-    ``reads`` may be a function of the bound parameters. ``per``: what a loss's terms are divided by, the number of steps
-    or of rows of the minibatch. ``min_group``: the smallest number of responses to a prompt that an estimator needs.
-    ``on``: what a loss is given first, the outputs of the model or, for losses that evaluate several networks (Q-learning),
-    the learner's networks by name.
+    ``reads`` and ``per`` may be functions of the parameters (the bound ones and the defaults of the others).
+    ``per``: what a loss's terms are divided by, the number of steps or of rows of the minibatch. ``min_group``: the
+    smallest number of responses to a prompt that an estimator needs. ``on``: what a loss is given first, the outputs of
+    the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:
@@ -200,8 +205,9 @@ class Fn:
         return self.declared.__name__
 
     @property
-    def per(self) -> Literal["step", "row"]:
-        return self.declared.per
+    def per(self) -> Per:
+        per = self.declared.per
+        return per(self.declared.defaults | self.params) if callable(per) else per
 
     @property
     def on(self) -> Literal["outputs", "networks"]:
