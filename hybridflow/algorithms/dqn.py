@@ -1,0 +1,57 @@
+"""Deep Q-learning (Mnih et al. 2015), with double Q-learning (van Hasselt et al. 2016)."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.config import Config
+from hybridflow.core.roles import Actor, Algorithm
+from hybridflow.ops.td import dqn_loss
+
+__all__ = ["DQN", "DQNConfig", "QActor"]
+
+
+class DQNConfig(Config):
+    """Deep Q-learning."""
+
+    gamma: float = Field(0.99, ge=0, le=1)
+    """discount per step"""
+    double: bool = True
+    """the online network chooses the next action, the target network values it"""
+    target_update_every: int = Field(250, ge=1)
+    """updates between two moves of the target network"""
+    tau: float = Field(1.0, gt=0, le=1)
+    """how far a move goes towards the online network; 1 copies it"""
+
+
+class QActor(Actor, Protocol):
+    """An actor whose learner holds the networks "q" and "target"."""
+
+    def blend(self, source: str, target: str, weight: float, /) -> None: ...
+
+
+class DQN(Algorithm):
+    """Collect transitions, learn from replayed ones, let the target network follow."""
+
+    def __init__(self, config: DQNConfig, actor: QActor) -> None:
+        self.config, self.actor = config, actor
+        self.loss = dqn_loss.bind(gamma=config.gamma, double=config.double)
+        self.num_updates = 0
+
+    def rollout(self, source: Batch, /) -> Batch:
+        return self.actor.rollout(source)
+
+    def learn(self, batch: Batch, /) -> Batch:
+        batch = self.actor.update(batch, self.loss)
+        self.num_updates += 1
+        if self.num_updates % self.config.target_update_every == 0:
+            self.actor.blend("q", "target", self.config.tau)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.num_updates = state["num_updates"]

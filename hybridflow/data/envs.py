@@ -1,0 +1,143 @@
+"""Environments (Gymnasium) as slots: each slot is one environment that plays episode after episode.
+
+Episode k of slot s starts with ``reset(seed=derive(seed, "env", s, k))``, so it depends on no other episode and on no
+other slot, and a slot's whole state is (k, the actions of the episode so far). A checkpoint holds just that, and loading
+plays the episode again: exact also for environments whose state is compiled (Box2D, MuJoCo) and which pickle without it,
+and checked by the observation that it must end with.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from hybridflow.core.batch import Array, Batch
+from hybridflow.core.config import Config
+from hybridflow.core.errors import CheckpointError, DataError, UserError
+from hybridflow.core.seeding import derive
+
+if TYPE_CHECKING:
+    from gymnasium import Env, Space
+
+__all__ = ["EnvironmentConfig", "Slot", "Transition", "make_environment", "rollout_source", "spaces_of"]
+
+
+class EnvironmentConfig(Config):
+    """Which environment, how many of it, how long a rollout."""
+
+    id: str
+    """a registered Gymnasium environment such as "CartPole-v1"; "module:Name-v0" imports the module first"""
+    num_envs: int = Field(8, ge=1)
+    """environments that are stepped together"""
+    steps_per_rollout: int = Field(128, ge=1)
+    """steps of each environment in one rollout"""
+    options: dict[str, Any] = Field({})
+    """further arguments of the environment, such as max_episode_steps"""
+
+
+class Transition(NamedTuple):
+    """One step of one environment; ``observation`` is what followed it, before any restart."""
+
+    observation: Array
+    reward: float
+    terminated: bool
+    truncated: bool
+
+
+def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
+    """One environment; DataError if the id is unknown, a dependency is missing or the options don't fit."""
+    gymnasium = _gymnasium()
+    try:
+        return gymnasium.make(config.id, **config.options)
+    except gymnasium.error.UnregisteredEnv as error:
+        near = difflib.get_close_matches(config.id, gymnasium.registry, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "list them with gymnasium.pprint_registry()"
+        raise DataError(f"environment {config.id!r} is not registered in gymnasium; {hint}") from error
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise DataError(f"environment {config.id!r} can't be imported: {error}") from error
+    except TypeError as error:
+        raise DataError(f"environment {config.id!r} doesn't take the options {config.options}: {error}") from error
+
+
+def spaces_of(config: EnvironmentConfig) -> tuple[Space[Any], Space[Any]]:
+    """(observation space, action space) of one environment."""
+    environment = make_environment(config)
+    spaces = environment.observation_space, environment.action_space
+    environment.close()
+    return spaces
+
+
+def rollout_source(config: EnvironmentConfig) -> Batch:
+    """What a rollout starts from: every slot with its number of steps."""
+    slots = np.arange(config.num_envs)
+    return Batch({"slot": slots, "num_steps": np.full_like(slots, config.steps_per_rollout)})
+
+
+class Slot:
+    """One environment. ``observation`` is what a policy sees next, ``num_steps`` and ``num_pieces`` count over its life."""
+
+    def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
+        self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
+        self.environment = make_environment(config)
+        self.num_steps = self.num_pieces = 0
+        self.begin(0)
+
+    def begin(self, episode: int) -> None:
+        """Start an episode."""
+        observation, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
+        self.episode, self.episode_return = episode, 0.0
+        self.actions: list[Array] = []
+        self.observation = self._observed(observation)
+
+    def step(self, action: Array) -> Transition:
+        """Take one step; after the end of an episode, ``begin`` must come next."""
+        observation, reward, terminated, truncated, _ = self.environment.step(self._native(action))
+        self.actions.append(action)
+        self.episode_return += float(reward)
+        self.num_steps += 1
+        self.observation = self._observed(observation)
+        return Transition(self.observation, float(reward), bool(terminated), bool(truncated))
+
+    def _observed(self, observation: Any) -> Array:
+        # A copy: environments may write the next observation into the same array.
+        return np.array(observation, self.environment.observation_space.dtype)
+
+    def _native(self, action: Array) -> Any:
+        """The action as the environment takes it: numbered from its own start, or clipped to its bounds."""
+        space: Any = self.environment.action_space
+        if type(space).__name__ == "Discrete":
+            return space.start + action
+        return np.clip(action, space.low, space.high).astype(space.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the episode's actions so far, and the observation that playing them leads to."""
+        counters = {"episode": self.episode, "num_steps": self.num_steps, "num_pieces": self.num_pieces}
+        return {**counters, "actions": np.array(self.actions), "observation": self.observation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Play the episode again up to where it stood; CheckpointError if it comes out differently."""
+        self.begin(state["episode"])
+        for action in state["actions"]:
+            self.step(action)
+        if not np.array_equal(self.observation, state["observation"], equal_nan=self.observation.dtype.kind == "f"):
+            raise CheckpointError(
+                f"environment {self.config.id!r}, slot {self.slot}, episode {self.episode}: {len(self.actions)} steps came "
+                "out differently when played again, so this run can't be resumed exactly; expected an environment that "
+                "reset(seed) and the actions determine"
+            )
+        self.num_steps, self.num_pieces = state["num_steps"], state["num_pieces"]
+
+    def close(self) -> None:
+        self.environment.close()
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise UserError("environments need gymnasium, which is not installed: pip install hybridflow[rl]") from error
+    return gymnasium

@@ -1,0 +1,283 @@
+"""Small networks for environments, and the distributions over actions that they give.
+
+A policy is two things: ``distribution(observations)`` for acting and ``outputs(batch)`` for learning, both from the same
+forward. A distribution draws its actions from uniform numbers that the caller brings, so a sampler decides what its
+randomness derives from. ``inputs`` names the columns that a network reads besides ``response_mask``; ``unit = "step"``
+says that minibatches are made of steps.
+
+Shapes: B observations, N action steps, K actions, A numbers in a continuous action.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.config import Config
+from hybridflow.core.errors import DataError
+
+if TYPE_CHECKING:
+    from gymnasium import Space
+
+__all__ = [
+    "MLP",
+    "Categorical",
+    "CategoricalPolicy",
+    "Gaussian",
+    "GaussianPolicy",
+    "NetConfig",
+    "QNet",
+    "ValueNet",
+    "make_policy",
+    "make_q",
+    "make_value",
+]
+
+
+class NetConfig(Config):
+    """A multilayer perceptron."""
+
+    hidden: tuple[int, ...] = (64, 64)
+    """width of each hidden layer"""
+    activation: Literal["tanh", "relu"] = Field("tanh")
+    """between the layers"""
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """K discrete actions: ``log_probabilities`` [B, K], normalised; minus infinity is a probability of zero."""
+
+    log_probabilities: Tensor
+
+    num_uniforms = 1
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Actions [B] int64 by the inverse of the cumulative distribution, from ``uniforms`` [B, 1] in [0, 1)."""
+        cumulative = self.log_probabilities.double().exp().cumsum(-1)
+        passed = cumulative <= uniforms * cumulative[:, -1:]
+        actions: Tensor = passed.sum(-1).clamp(max=cumulative.shape[-1] - 1)
+        return actions
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B] of ``actions`` [B]."""
+        return self.log_probabilities.gather(-1, actions[:, None])[:, 0]
+
+    def entropy(self) -> Tensor:
+        """[B], nats."""
+        probabilities = self.log_probabilities.exp()
+        return -torch.where(probabilities > 0, probabilities * self.log_probabilities, 0.0).sum(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        """[B] the likeliest action."""
+        return self.log_probabilities.argmax(-1)
+
+    def explore(self, epsilon: Tensor) -> Categorical:
+        """With probability ``epsilon`` [B] an action drawn uniformly, otherwise one of this distribution."""
+        uniform = epsilon[:, None] / self.log_probabilities.shape[-1]
+        mixed = uniform + (1 - epsilon)[:, None] * self.log_probabilities.exp()
+        return Categorical(mixed.log())
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Independent normal numbers: ``mean`` and ``log_std`` [B, *shape of an action]."""
+
+    mean: Tensor
+    log_std: Tensor
+
+    @property
+    def num_uniforms(self) -> int:
+        return math.prod(self.mean.shape[1:])
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Actions like ``mean``, from ``uniforms`` [B, num_uniforms] in [0, 1)."""
+        # The inverse of the normal distribution is minus infinity at 0, which a generator can return.
+        normal: Tensor = torch.special.ndtri(uniforms.double().clamp(min=2.0**-53)).to(self.mean.dtype)
+        return self.mean + self.log_std.exp() * normal.reshape(self.mean.shape)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B] of ``actions`` like ``mean``."""
+        z = (actions - self.mean) / self.log_std.exp()
+        return (-0.5 * z**2 - self.log_std - 0.5 * math.log(2 * math.pi)).flatten(1).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """[B], nats."""
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).flatten(1).sum(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        return self.mean
+
+
+class MLP(nn.Module):
+    """Linear layers of ``sizes`` with an activation between them: [B, sizes[0]] -> [B, sizes[-1]].
+
+    Orthogonal weights (Saxe et al. 2014) with gain sqrt(2), ``head_gain`` for the last layer, and biases of zero.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, ...], activation: Literal["tanh", "relu"], head_gain: float, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        # From meta, so that torch's global generator is left alone.
+        self.layers = nn.ModuleList(
+            nn.Linear(i, o, device="meta").to_empty(device="cpu") for i, o in itertools.pairwise(sizes)
+        )
+        self.activation = torch.tanh if activation == "tanh" else torch.relu
+        for layer in self.layers:
+            gain = head_gain if layer is self.layers[-1] else math.sqrt(2)
+            nn.init.orthogonal_(layer.weight, gain, generator)  # type: ignore[arg-type]
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = self.activation(layer(x))
+        out: Tensor = self.layers[-1](x)
+        return out
+
+
+class _ObservationNet(nn.Module):
+    """An MLP on observations of a space: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot."""
+
+    inputs: tuple[str, ...] = ("observations", "actions")
+    unit: Literal["row", "step"] = "step"
+
+    def __init__(
+        self, space: Space[Any], num_outputs: int, head_gain: float, config: NetConfig, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.start, num_features = 0, 0, 0
+        kind = _kind(space)
+        if kind == "Discrete":
+            self.num_classes, self.start = int(space.n), int(space.start)
+            num_features = self.num_classes
+        elif kind == "Box":
+            num_features = math.prod(space.shape)
+        else:
+            raise DataError(f"observation space {space}: not supported; supported are Box and Discrete")
+        self.mlp = MLP((num_features, *config.hidden, num_outputs), config.activation, head_gain, generator)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[B, ...] observations -> [B, num_outputs]"""
+        if self.num_classes:
+            features = F.one_hot(observations.long() - self.start, self.num_classes).float()
+        else:
+            scale = 1 / 255 if observations.dtype == torch.uint8 else 1.0
+            features = observations.reshape(len(observations), -1).float() * scale
+        out: Tensor = self.mlp(features)
+        return out
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def steps(self, batch: Batch, name: str) -> Tensor:
+        """A time column packed over the action steps [N, ...], on the device of the weights."""
+        values = batch.ragged(name).values[batch.ragged("response_mask").values]
+        return torch.tensor(values, device=self.device)
+
+
+class CategoricalPolicy(_ObservationNet):
+    """A policy over K discrete actions, numbered from 0."""
+
+    def distribution(self, observations: Tensor) -> Categorical:
+        """Of the action at each observation [B, ...]."""
+        return Categorical(self(observations).log_softmax(-1))
+
+    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """``log_probs`` and ``entropy``, [N] over the action steps."""
+        distribution = self.distribution(self.steps(batch, "observations"))
+        return {"log_probs": distribution.log_prob(self.steps(batch, "actions")), "entropy": distribution.entropy()}
+
+
+class GaussianPolicy(_ObservationNet):
+    """A policy over continuous actions; its standard deviation doesn't depend on the observation and starts at 1.
+
+    Actions are the unbounded numbers that were drawn; the environment clips them to its bounds.
+    """
+
+    def __init__(
+        self,
+        space: Space[Any],
+        shape: tuple[int, ...],
+        config: NetConfig,
+        generator: torch.Generator,
+        head_gain: float = 0.01,
+    ) -> None:
+        super().__init__(space, math.prod(shape), head_gain, config, generator)
+        self.shape = shape
+        self.log_std = nn.Parameter(torch.zeros(shape))
+
+    def distribution(self, observations: Tensor) -> Gaussian:
+        """Of the action at each observation [B, ...]."""
+        mean = self(observations).reshape(-1, *self.shape)
+        return Gaussian(mean, self.log_std.expand_as(mean))
+
+    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """``log_probs`` and ``entropy``, [N] over the action steps."""
+        distribution = self.distribution(self.steps(batch, "observations"))
+        return {"log_probs": distribution.log_prob(self.steps(batch, "actions")), "entropy": distribution.entropy()}
+
+
+class ValueNet(_ObservationNet):
+    """The value of a state."""
+
+    inputs: tuple[str, ...] = ("observations",)
+
+    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """``values`` [N] over the action steps."""
+        return {"values": self(self.steps(batch, "observations"))[:, 0]}
+
+    def bootstrap(self, batch: Batch) -> Tensor:
+        """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""
+        values: Tensor = self(torch.tensor(batch["final_observations"], device=self.device))
+        return values[:, 0]
+
+
+class QNet(_ObservationNet):
+    """The value of each of K discrete actions: forward(observations [B, ...]) -> [B, K]."""
+
+    def distribution(self, observations: Tensor) -> Categorical:
+        """The greedy policy."""
+        values = self(observations)
+        best = values.argmax(-1, keepdim=True)
+        return Categorical(torch.full_like(values, -math.inf).scatter(-1, best, 0.0))
+
+
+def make_policy(
+    observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator
+) -> CategoricalPolicy | GaussianPolicy:
+    """A policy for the spaces (Gymnasium's); DataError if one of them is not supported."""
+    if _kind(action_space) == "Box":
+        return GaussianPolicy(observation_space, action_space.shape, config, generator)
+    return CategoricalPolicy(observation_space, _num_actions(action_space, "Box and Discrete"), 0.01, config, generator)
+
+
+def make_value(observation_space: Space[Any], config: NetConfig, generator: torch.Generator) -> ValueNet:
+    """A value network for the space; DataError if it is not supported."""
+    return ValueNet(observation_space, 1, 1.0, config, generator)
+
+
+def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> QNet:
+    """An action-value network for the spaces; DataError if one of them is not supported."""
+    return QNet(observation_space, _num_actions(action_space, "Discrete"), 1.0, config, generator)
+
+
+def _kind(space: Space[Any]) -> str:
+    """Name of the space's class: this module needs no gymnasium to be imported."""
+    return type(space).__name__
+
+
+def _num_actions(space: Space[Any], supported: str) -> int:
+    if _kind(space) != "Discrete":
+        raise DataError(f"action space {space}: not supported here; supported are {supported}")
+    return int(space.n)
