@@ -143,7 +143,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rope_frequencies(spec: DecoderSpec) -> Tensor:
     """[E / 2] angular frequencies, scaled as the spec says."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    exponents = torch.arange(0, spec.head_dim, 2, device="cpu").float() / spec.head_dim
     frequencies = 1.0 / spec.rope_theta**exponents
     scaling = spec.rope_scaling
     if scaling is None:
@@ -160,7 +160,8 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def rope_tables(spec: DecoderSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos, sin [length, E], fp32."""
-    angles = torch.outer(torch.arange(length).float(), rope_frequencies(spec))
+    # On the CPU whatever the default device: the same tables everywhere, and real ones in a model built on "meta".
+    angles = torch.outer(torch.arange(length, device="cpu").float(), rope_frequencies(spec))
     angles = torch.cat([angles, angles], dim=-1).to(device)
     return angles.cos(), angles.sin()
 

@@ -1,0 +1,444 @@
+"""Hugging Face model folders in and out.
+
+    config.json  <──read_spec── hf_config──>  DecoderSpec
+    *.safetensors  <──hf_state── load_hf_state──>  Decoder
+
+One table of names serves both directions. Ours fuses q, k, v and gate, up; theirs are row slices of ours, so both
+directions go through views and neither holds a second copy of the model.
+"""
+
+import errno
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridflow.core.errors import ModelError, ResourceError
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
+
+__all__ = [
+    "disk_space",
+    "empty_decoder",
+    "hf_config",
+    "hf_state",
+    "load_decoder",
+    "load_hf_state",
+    "read_spec",
+    "save_decoder",
+]
+
+_NAMES = {
+    "embed": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "lm_head": ("lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Our module -> Hugging Face's, in the order of our rows."""
+
+_ARCHITECTURES: dict[Family, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_ASSUMED: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+"""What transformers assumes of a key that config.json leaves out."""
+
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- config.json
+
+
+class _Rope(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    rope_type: Literal["default", "linear", "llama3"]
+    rope_theta: PositiveFloat | None = None
+    factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position_embeddings: PositiveInt = 8192
+    partial_rotary_factor: Literal[1] | None = None
+
+    def scaling(self) -> RopeScaling | None:
+        match self.rope_type:
+            case "default":
+                return None
+            case "linear":
+                return RopeScaling("linear", self.factor)
+            case "llama3":
+                low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+                return RopeScaling("llama3", self.factor, low, high, original)
+
+
+class _HfConfig(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_type: Family
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None
+    head_dim: PositiveInt | None = None
+    max_position_embeddings: PositiveInt
+    sliding_window: PositiveInt | None = None
+    use_sliding_window: bool = False
+    rope: _Rope
+    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat = 1e-6
+    hidden_act: Literal["silu"] = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    partial_rotary_factor: Literal[1] | None = None
+    quantization_config: None = None
+
+    def spec(self) -> DecoderSpec:
+        window = self.sliding_window if self.model_type == "mistral" or self.use_sliding_window else None
+        biased = self.attention_bias and self.model_type in ("llama", "qwen3")
+        return DecoderSpec(
+            family=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            # Up to the window, sliding attention and full attention are the same.
+            max_positions=min(self.max_position_embeddings, window or self.max_position_embeddings),
+            rope_theta=self.rope.rope_theta or self.rope_theta,
+            rope_scaling=self.rope.scaling(),
+            norm_eps=self.rms_norm_eps,
+            tied=self.tie_word_embeddings,
+            qkv_bias=biased or self.model_type == "qwen2",
+            output_bias=biased,
+            mlp_bias=self.mlp_bias and self.model_type == "llama",
+            qk_norm=self.model_type == "qwen3",
+        )
+
+
+def read_spec(folder: Path) -> DecoderSpec:
+    """Sizes from ``config.json``, as transformers 4 or 5 writes it.
+
+    Sliding windows are read as a limit of the context: ``max_positions`` is at most the window.
+    Raises ModelError: no such folder, not a model that the decoder can run, a key missing or wrong.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a Hugging Face model folder or one of 'hybridflow models'")
+    return _parse(_read_json(folder / "config.json"), folder / "config.json")
+
+
+def _parse(config: Mapping[str, Any], where: Path | str) -> DecoderSpec:
+    """The spec of a config.json's content."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
+    assumed = _ASSUMED.get(str(config.get("model_type")), {})
+    try:
+        spec = _HfConfig.model_validate({**assumed, **config, "rope": rope}).spec()
+    except ValidationError as error:
+        raise ModelError(f"{where}: {_first_problem(error)}; use a model that the decoder supports") from error
+    needed = {"linear": ["factor"], "llama3": ["factor", "original_max_position_embeddings"]}.get(rope["rope_type"], [])
+    if missing := [key for key in needed if key not in rope]:
+        raise ModelError(f"{where}: rope of type {rope['rope_type']} needs {', '.join(missing)}; add it")
+    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+        sizes = f"{spec.num_heads} heads of size {spec.head_dim} on {spec.num_kv_heads} key-value heads"
+        raise ModelError(f"{where}: {sizes}; heads must be a multiple of key-value heads and their size even")
+    return spec
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    found = problem["input"] if isinstance(problem["input"], str | int | float) else type(problem["input"]).__name__
+    return f"{key} is {found!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def hf_config(spec: DecoderSpec) -> dict[str, Any]:
+    """Content of the ``config.json`` that ``read_spec`` reads back as ``spec``; the form that transformers 4 and 5 read.
+
+    Raises ModelError when the family has no key for what the spec asks.
+    """
+    scaling = spec.rope_scaling
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[spec.family]],
+        "model_type": spec.family,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_positions,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None if scaling is None else {"rope_type": scaling.kind, "factor": scaling.factor},
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": spec.tied,
+        "attention_bias": spec.output_bias,
+        "mlp_bias": spec.mlp_bias,
+    }
+    if scaling is not None and scaling.kind == "llama3":
+        config["rope_scaling"] |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    if (back := _parse(config, f"a {spec.family} config")) != spec:
+        wrong = [key for key, value in vars(spec).items() if getattr(back, key) != value]
+        told = ", ".join(f"{key} = {getattr(spec, key)}" for key in wrong)
+        raise ModelError(f"a Hugging Face folder can't hold a {spec.family} with {told}; use another family")
+    return config
+
+
+def _merged_config(decoder: Decoder, copy_from: Path | None) -> dict[str, Any]:
+    """Ours over the keys of ``copy_from``; all of theirs when it describes the same sizes."""
+    ours = hf_config(decoder.spec)
+    config: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **ours}
+    if copy_from is not None and (copy_from / "config.json").is_file():
+        theirs = _read_json(copy_from / "config.json")
+        if theirs.get("model_type") == decoder.spec.family:
+            same = _parse(theirs, copy_from / "config.json") == decoder.spec
+            stale = {"rope_parameters", "layer_types", "max_window_layers"}
+            config = theirs if same else {**{k: v for k, v in theirs.items() if k not in stale}, **ours}
+    config.pop("dtype", None)
+    architecture, dtype = ours["architectures"], str(decoder.embed.weight.dtype).removeprefix("torch.")
+    return {**config, "architectures": architecture, "torch_dtype": dtype}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: missing; a Hugging Face model folder holds one, copy the whole folder") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON ({error}); copy the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds a {type(content).__name__}, expected an object; copy the file again")
+    return content
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every weight; detached views, so that writing to them writes to the decoder."""
+    spec = decoder.spec
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {"qkv": [q, kv, kv], "gate_up": [spec.intermediate_size] * 2}
+    for name, parameter in decoder.named_parameters():
+        path, module, kind = ("." + name).rsplit(".", 2)
+        prefix = f"model{path}." if path else ""
+        weight = parameter.detach()
+        for theirs, part in zip(_NAMES[module], torch.split(weight, rows.get(module, [len(weight)])), strict=True):
+            yield f"{prefix}{theirs}.{kind}", part
+
+
+@torch.no_grad()
+def load_hf_state(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], where: Path | str = "the tensors") -> None:
+    """Copy (Hugging Face name, tensor) pairs, in any order, into the decoder; the inverse of ``hf_state``.
+
+    ``where`` names their origin in errors. Raises ModelError: a tensor is missing, unknown or of the wrong shape.
+    """
+    targets = dict(hf_state(decoder))
+    for name, tensor in tensors:
+        target = targets.pop(name, None)
+        if target is None:
+            if not _redundant(name, decoder.spec):
+                raise ModelError(
+                    f"{where}: {name} is no weight of this {decoder.spec.family}; does config.json belong to it?"
+                )
+        elif tensor.shape != target.shape:
+            sizes = f"is {list(tensor.shape)}, config.json says {list(target.shape)}"
+            raise ModelError(f"{where}: {name} {sizes}; copy both files from one model")
+        else:
+            target.copy_(tensor)
+    if targets:
+        some = ", ".join(sorted(targets)[:3])
+        raise ModelError(f"{where}: {len(targets)} tensors are missing ({some}); copy the weights again")
+
+
+def _redundant(name: str, spec: DecoderSpec) -> bool:
+    """What some folders store beside the weights: rotary tables, and the head when it is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
+
+
+def empty_decoder(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    """A decoder on the CPU whose weights aren't set yet."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    return decoder.to(dtype).to_empty(device="cpu")
+
+
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The model of a Hugging Face folder (safetensors, single or sharded), its weights cast to ``dtype``.
+
+    Files are memory-mapped and read tensor by tensor: the peak is the decoder itself.
+    Raises ModelError: see ``read_spec`` and ``load_hf_state``; weights missing or damaged.
+    """
+    decoder = empty_decoder(read_spec(folder), dtype)
+    load_hf_state(decoder, _stored(_weight_files(folder)), folder)
+    return decoder
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(f"{folder}: no model.safetensors (.index.json) in it; the weights must be stored as safetensors")
+    shards = _read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise ModelError(f"{index}: no weight_map in it; copy the file again")
+    return [folder / shard for shard in sorted(set(shards.values()))]
+
+
+def _stored(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    yield name, file.get_tensor(name)
+        except FileNotFoundError as error:
+            raise ModelError(f"{path}: missing, the index names it; copy the whole folder") from error
+        except SafetensorError as error:
+            raise ModelError(f"{path}: damaged or truncated ({error}); copy or download it again") from error
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def save_decoder(decoder: Decoder, folder: Path, *, copy_from: Path | None = None, shard_bytes: int = 5 * 2**30) -> None:
+    """Write a Hugging Face folder that transformers, vLLM and ``load_decoder`` read, in the dtype of the weights.
+
+    ``copy_from``: the folder that the model came from; tokenizer, chat template, generation settings and the other keys of
+    config.json are taken over. Above ``shard_bytes`` the weights are several files and an index.
+    The folder appears complete or not at all. Raises ModelError: ``folder`` is there already or can't be written;
+    ResourceError: the disk is full.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ModelError(f"{folder}: exists already; choose another folder or remove it")
+    config = _merged_config(decoder, copy_from)
+    shards = _shards(decoder, shard_bytes)
+    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    with disk_space(folder.parent, size), _appearing(folder) as partial:
+        _write_json(partial / "config.json", config)
+        _write_shards(partial, shards)
+        for name in _COMPANIONS:
+            if copy_from is not None and (copy_from / name).is_file():
+                shutil.copyfile(copy_from / name, partial / name)
+
+
+def _shards(decoder: Decoder, shard_bytes: int) -> list[dict[str, Tensor]]:
+    """The weights in files of at most ``shard_bytes``, or of one tensor."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in hf_state(decoder):
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        contiguous = {name: tensor.contiguous() for name, tensor in shard.items()}
+        save_file(contiguous, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # safetensors writes files that only the owner reads
+        weight_map |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A hidden sibling that becomes ``folder`` at the end, on disk, and is removed on any error."""
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        partial.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def disk_space(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Make ``folder``, and turn a disk too small for ``num_bytes``, or any error of writing, into one line."""
+    needed = (
+        f"{folder}: the disk is full, {math.ceil(num_bytes / 2**20)} MiB are needed; free space or choose another folder"
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder).free < num_bytes:
+            raise ResourceError(needed)
+        yield
+    except (OSError, SafetensorError) as error:
+        if _disk_full(error):
+            raise ResourceError(needed) from error
+        raise ModelError(f"{folder}: can't be written ({error}); choose another folder") from error
+
+
+def _disk_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"os error {errno.ENOSPC}" in str(error)  # safetensors tells the number in its text alone
