@@ -1,0 +1,121 @@
+"""The key-value cache and the ``attend`` of a rollout step: the only part of the decoder that the engine replaces.
+
+Shapes: as in ``models.decoder``, and S cache rows, C cached positions, A rows that decode, G = H / K query heads of a
+key-value head, M cache entries written in a step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.generation.request import IntArray
+from hybridflow.generation.scheduler import Packing
+from hybridflow.models.decoder import CausalAttention
+from hybridflow.models.spec import DecoderSpec
+
+__all__ = ["KVCache", "StepAttention"]
+
+_ROUND = 32  # attention lengths are multiples of this, so that views and masks last for that many steps
+
+
+class KVCache:
+    """keys [L, S, K, E, C] and values [L, S, K, C, E]: both are right-hand sides of matrix products as they lie.
+
+    Untouched entries are 0, never garbage: what is masked is still multiplied, and 0 * NaN is NaN.
+    """
+
+    def __init__(self, spec: DecoderSpec, rows: int, longest: int, weight: Tensor) -> None:
+        """longest: most positions that a row will ever need; dtype and device are those of ``weight``."""
+        self.spec, self.longest, self.length = spec, _round_up(longest), 0
+        shape = (spec.num_layers, rows, spec.num_kv_heads)
+        self.keys = weight.new_zeros(*shape, spec.head_dim, 0)
+        self.values = weight.new_zeros(*shape, 0, spec.head_dim)
+        self._window: list[tuple[Tensor, Tensor]] = []
+        self._window_size = (0, 0)
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` positions: by half at least, so that growing costs little over a whole call."""
+        if length <= self.length:
+            return
+        room = min(self.longest, max(_round_up(length), _round_up(self.length * 3 // 2)))
+        keys = self.keys.new_zeros(*self.keys.shape[:-1], room)
+        keys[..., : self.length] = self.keys
+        self.keys = keys
+        values = self.values.new_zeros(*self.values.shape[:-2], room, self.spec.head_dim)
+        values[..., : self.length, :] = self.values
+        self.values, self.length, self._window_size = values, room, (0, 0)
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v [M, K, E] -> entries (rows [M], positions [M])."""
+        self.keys[layer][rows, :, :, positions] = k
+        self.values[layer][rows, :, positions] = v
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Rows ``sources`` -> rows ``targets``, their first ``length`` positions."""
+        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
+        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+
+    def window(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """For each layer views keys [rows * K, E, length], values [rows * K, length, E] of the first rows and positions."""
+        if (rows, length) != self._window_size:
+            end = rows * self.spec.num_kv_heads
+            self._window = [
+                (keys.flatten(0, 1)[:end, :, :length], values.flatten(0, 1)[:end, :length])
+                for keys, values in zip(self.keys, self.values, strict=True)
+            ]
+            self._window_size = (rows, length)
+        return self._window
+
+
+class StepAttention:
+    """``attend`` for A decode tokens, one a cache row, followed by whole prompts.
+
+    Every new key and value is written first, where the packing says; then decode tokens see their row of the cache, and
+    prompt tokens their prompt.
+    """
+
+    def __init__(self, cache: KVCache, packing: Packing, lengths: Sequence[int]) -> None:
+        """lengths [P]: of the prompts that follow the decode tokens."""
+        self.cache, self.device = cache, cache.keys.device
+        self.num_decoding = len(packing.positions) - sum(lengths)
+        self.rows = self.tensor(packing.rows)
+        self.copies, self.causal = None, None
+        if lengths:
+            self.copies = self.tensor(packing.copies)
+            self.causal = CausalAttention(torch.tensor(lengths, device=self.device))
+        self.positions = self.tensor(packing.positions[packing.copies])
+        if self.num_decoding:
+            self.see(self.tensor(packing.positions[: self.num_decoding]))
+
+    def tensor(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def see(self, places: Tensor) -> None:
+        """places [A]: what each decode token may see is its row of the cache up to its own place."""
+        spec, length = self.cache.spec, min(self.cache.length, _round_up(int(places.max()) + 1))
+        self.window = self.cache.window(len(places), length)
+        self.scale = spec.head_dim**-0.5
+        hidden = torch.arange(length, device=self.device) > places[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        group = spec.num_heads // spec.num_kv_heads
+        self.mask = mask[:, None, None].expand(-1, spec.num_kv_heads, group, -1).flatten(0, 1)  # [A * K, G, length]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        written = (k, v) if self.copies is None else (k[self.copies], v[self.copies])
+        self.cache.write(layer, self.rows, self.positions, *written)
+        if self.causal is None:
+            return self.decode(layer, q)
+        split = self.num_decoding
+        prompts = self.causal(layer, q[split:], k[split:], v[split:])
+        return torch.cat([self.decode(layer, q[:split]), prompts]) if split else prompts
+
+    def decode(self, layer: int, q: Tensor) -> Tensor:
+        """q [A, H, E] -> [A, H, E]. The G query heads of a key-value head are the rows of one small matrix product."""
+        keys, values = self.window[layer]
+        scores = torch.baddbmm(self.mask, q.reshape(len(keys), -1, keys.shape[1]), keys, alpha=self.scale)
+        return torch.bmm(scores.softmax(-1), values).view(q.shape)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND

@@ -1,0 +1,68 @@
+"""What goes into the rollout engine and what comes out. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.core.errors import UserError
+
+__all__ = ["Completion", "FloatArray", "IntArray", "Request", "SamplingParams"]
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn, for all requests of a call.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary; with both, top-p is taken of the
+    renormalised top-k distribution. A response ends with the first of: a token of ``stop_token_ids``, the token that
+    completes one of ``stop_strings``, ``max_new_tokens``.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a finite number, 0 (greedy) or more"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
+            ("stop_strings", self.stop_strings, "" not in self.stop_strings, "strings of at least one character"),
+        )
+        for name, value, ok, expected in checks:
+            if not ok:
+                raise UserError(f"SamplingParams.{name} is {value!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt [T] to respond to. ``sample_id`` names the randomness of the response; ``max_new_tokens`` overrides the
+    limit of the call."""
+
+    prompt: IntArray
+    sample_id: int
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A response: ``tokens`` [T] (the stop token included) and ``log_probs`` [T].
+
+    ``log_probs`` are of each sampled token under softmax(logits / temperature) over the whole vocabulary, before top-k and
+    top-p: what the training forward computes at that temperature. Greedy responses carry those of temperature 1.
+
+    ``Completion(tokens=[15, 7, 2], log_probs=[-0.1, -2.3, -0.4], finish="stop")``: of three tokens, 2 is the stop token.
+    """
+
+    tokens: IntArray
+    log_probs: FloatArray
+    finish: Literal["stop", "length"]
