@@ -1,0 +1,67 @@
+"""The metrics of a step: what each key of ``metrics.jsonl`` means. A run may write other keys as well."""
+
+from dataclasses import dataclass
+
+__all__ = ["METRICS", "TIME_SPLIT", "Metric", "format_number", "format_seconds"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``label`` names an axis or a column; ``unit`` is empty for a number without one."""
+
+    label: str
+    unit: str
+    meaning: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("step", "", "updates of the policy so far; 0 is the state before the first"),
+    "reward/mean": Metric("reward", "", "mean score of the step's responses"),
+    "reward/std": Metric("reward spread", "", "standard deviation of the step's scores"),
+    "reward/failed": Metric("failed rewards", "responses", "responses on which the reward function failed"),
+    "episode_return/mean": Metric("return", "", "mean undiscounted return of the episodes that ended in the step"),
+    "kl": Metric("KL", "nats/token", "estimated KL divergence of the policy from the reference, per token"),
+    "entropy": Metric("entropy", "nats/token", "mean entropy of the policy's distribution, per token or environment step"),
+    "response_length/mean": Metric("response length", "tokens", "mean length of the step's responses"),
+    "response_length/truncated": Metric("truncated", "fraction", "share of responses that the length limit cut"),
+    "tokens_per_s": Metric("throughput", "tokens/s", "response tokens of the step / its wall time"),
+    "env_steps_per_s": Metric("throughput", "env steps/s", "environment steps of the step / its wall time"),
+    "time/generate_s": Metric("generate", "s", "wall time spent sampling"),
+    "time/reward_s": Metric("reward", "s", "wall time spent in reward functions and reward models"),
+    "time/forward_s": Metric("forward", "s", "wall time of forward passes: reference log-probs, values"),
+    "time/learn_s": Metric("learn", "s", "wall time of advantages and updates"),
+    "time/step_s": Metric("step time", "s", "wall time of the step, without evaluation and checkpoints"),
+    "policy_version": Metric("policy version", "updates", "updates that the sampling policy had seen"),
+    "loss/policy": Metric("policy loss", "", "loss of the policy, mean over its minibatches"),
+    "loss/value": Metric("value loss", "", "loss of the value model, mean over its minibatches"),
+    "grad_norm": Metric("gradient norm", "", "global L2 norm of the policy's gradient before clipping"),
+    "learning_rate": Metric("learning rate", "", "the policy's learning rate"),
+    "ratio/mean": Metric("ratio", "", "mean probability ratio of the new to the sampling policy"),
+    "clip_fraction": Metric("clip fraction", "fraction", "share of steps on which the ratio's clipping was active"),
+    "eval/score": Metric("evaluation", "", "mean score or return on the evaluation set"),
+    "eval/low": Metric("evaluation, low", "", "lower end of the 95 % confidence interval of eval/score"),
+    "eval/high": Metric("evaluation, high", "", "upper end of the 95 % confidence interval of eval/score"),
+    "eval/count": Metric("evaluation size", "samples", "responses or episodes evaluated"),
+    "memory/rss_gb": Metric("memory", "GB", "resident memory of the driver process (10^9 bytes)"),
+}
+
+TIME_SPLIT = ("time/generate_s", "time/reward_s", "time/forward_s", "time/learn_s")
+
+
+def format_number(value: float) -> str:
+    """Three significant digits, all digits from 1000 on."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``34ms``, ``5.1s``, ``51s``, ``2m20s``, ``1h05m``."""
+    if seconds < 0.995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 59.5:
+        return f"{seconds:.1f}s" if seconds < 9.95 else f"{seconds:.0f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"

@@ -1,0 +1,101 @@
+"""A run directory: everything that one run leaves behind.
+
+config.toml      the resolved configuration
+metrics.jsonl    one object a step; its keys are those of ``telemetry.metrics.METRICS`` and any others
+samples.jsonl    a few responses of every step
+timeline.json    when each role ran (Chrome trace; opens in Perfetto)
+result.json      the outcome of an evaluation
+checkpoints/     what a run resumes from
+tensorboard/     event files
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.core.errors import CheckpointError
+from hybridflow.telemetry.records import keep_until, write_whole
+from hybridflow.telemetry.timeline import keep_events_until
+
+__all__ = ["RunDirectory"]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of a run. Made by ``create`` (a new run) or ``open`` (one that exists)."""
+
+    path: Path
+
+    @staticmethod
+    def create(path: Path, config_toml: str) -> RunDirectory:
+        """Make the folder and write ``config.toml``. CheckpointError if the folder is in use."""
+        run = RunDirectory(Path(path))
+        _refuse_used(run)
+        try:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+            run.tensorboard.mkdir(exist_ok=True)
+            write_whole(run.config, config_toml.encode())
+        except OSError as error:
+            raise CheckpointError(f"run_dir {path}: can't be made ({error.strerror}); choose another run_dir") from None
+        return run
+
+    @staticmethod
+    def open(path: Path) -> RunDirectory:
+        """The run in a folder; CheckpointError if it holds none."""
+        run = RunDirectory(Path(path))
+        if not run.path.is_dir():
+            raise CheckpointError(f"{path}: no such run directory")
+        if not run.config.is_file():
+            raise CheckpointError(f"{path}: not a run directory, it has no config.toml")
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def keep_until(self, step: int) -> None:
+        """Drop metrics, samples and timeline events of later steps, before the run resumes after ``step``."""
+        keep_until(self.metrics, step)
+        keep_until(self.samples, step)
+        keep_events_until(self.timeline, step)
+
+
+def _refuse_used(run: RunDirectory) -> None:
+    if run.path.exists() and not run.path.is_dir():
+        raise CheckpointError(f"run_dir {run.path}: is a file, expected a folder; choose another run_dir")
+    if run.config.exists():
+        raise CheckpointError(
+            f"run_dir {run.path}: holds a run already; continue it with --resume or choose another run_dir"
+        )
+    others = sorted(entry.name for entry in run.path.iterdir()) if run.path.exists() else []
+    # a kill before config.toml was written leaves these, empty
+    others = [name for name in others if name not in ("checkpoints", "tensorboard", "config.toml.tmp")]
+    if others:
+        raise CheckpointError(
+            f"run_dir {run.path}: holds other files ({others[0]}, {len(others)} in all) and no run; choose another run_dir"
+        )
