@@ -1,0 +1,186 @@
+"""The process that runs reward functions: it loads them, calls them and reports every result as it comes.
+
+Standard library only, so that it starts in a fraction of a second. The parent writes pickles to its standard input: first
+the specs of the functions, then chunks of calls. The child answers with lines of JSON: what the functions' signatures ask
+for, then one line a call. See ``rollout.rewards`` for the parent's side.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+__all__ = ["LoadError", "Signature", "checked", "load", "main", "signature"]
+
+_MAX_SCORE = 3.4e38  # scores are stored as float32
+_NUMBER = (int, float)  # bool is an int
+
+
+class LoadError(Exception):
+    """A reward function can't be loaded; the message is for the user."""
+
+
+class Signature(NamedTuple):
+    """What a call must and may pass by keyword; ``open`` functions take every other keyword too."""
+
+    required: Sequence[str]
+    optional: Sequence[str]
+    open: bool
+
+    def pick(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of ``given`` that the function takes."""
+        return given if self.open else {name: given[name] for name in (*self.required, *self.optional) if name in given}
+
+
+def main() -> None:
+    """Answer the parent until it closes the pipe."""
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    calls, reports = _take_pipes()
+    specs = pickle.load(calls)
+    try:
+        functions = [load(spec) for spec in specs]
+        signatures = [signature(function, spec) for function, spec in zip(functions, specs, strict=True)]
+    except LoadError as error:
+        _report(reports, {"error": str(error)})
+        return
+    _report(reports, {"signatures": signatures})
+    while True:
+        try:
+            chunk = pickle.load(calls)
+        except EOFError:
+            return
+        for function, arguments in chunk:
+            _report(reports, _call(functions[function], arguments))
+
+
+def load(spec: str) -> Callable[..., Any]:
+    """The function behind ``package.module:function`` or ``path/file.py:function``. LoadError says what is not there."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise LoadError(f'reward {spec!r}: expected "package.module:function" or "path/file.py:function"')
+    module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
+    function = vars(module).get(name)
+    if function is None:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'no functions'}"
+        raise LoadError(f"reward {spec!r}: {place} has no function {name!r}; {hint}")
+    if not callable(function):
+        raise LoadError(f"reward {spec!r}: {name} is a {type(function).__name__}, expected a function")
+    return function  # type: ignore[no-any-return]
+
+
+def signature(function: Callable[..., Any], spec: str) -> Signature:
+    """What a function takes. LoadError if it can't be called by keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise LoadError(f"reward {spec!r}: its signature can't be read; wrap it in a function written in Python") from None
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise LoadError(f"reward {spec!r}: parameter {positional[0]!r} is positional-only, expected one passed by keyword")
+    keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in keyword if p.default is p.empty]
+    optional = [p.name for p in keyword if p.default is not p.empty]
+    return Signature(required, optional, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def checked(value: Any) -> tuple[float, dict[str, float]] | str:
+    """(score, metrics) of what a function returned, or the reason why it is no score."""
+    others: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            return f"returned a dict without 'score', with {', '.join(map(repr, value)) or 'no entries'}"
+        others = {key: _plain(entry) for key, entry in value.items() if key != "score"}
+        value = value["score"]
+    score = _plain(value)
+    if not isinstance(score, _NUMBER):
+        return f"returned {_short(repr(value))} ({type(value).__name__}), expected a finite number or a dict with 'score'"
+    if not abs(score) <= _MAX_SCORE:
+        return f"returned {_short(repr(score))}, expected a finite number"
+    # A metric that is NaN or infinite says "doesn't apply here".
+    metrics = {str(k): float(v) for k, v in others.items() if isinstance(v, _NUMBER) and abs(v) <= _MAX_SCORE}
+    return float(score), metrics
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Sequence[Any]:
+    """[score, metrics] or [reason]."""
+    try:
+        result = checked(function(**arguments))
+    except (Exception, SystemExit) as error:  # whatever the user's code raises is this call's failure, not ours
+        return (f"raised {type(error).__name__}: {_short(str(error), 300)}",)
+    return (result,) if isinstance(result, str) else result
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars as Python numbers, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _load_module(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name != missing and not name.startswith(missing + "."):
+            raise LoadError(f"reward {spec!r}: importing {name} failed: no module {missing!r}; install it") from None
+        hint = 'a file is given as "path/file.py:function"'
+        raise LoadError(f"reward {spec!r}: no module {missing!r} in {Path.cwd()} or the Python path; {hint}") from None
+    except Exception as error:
+        raise LoadError(f"reward {spec!r}: importing {name} failed: {type(error).__name__}: {error}") from None
+
+
+def _load_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        found = [str(file) for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), found, 1)
+        raise LoadError(f"reward {spec!r}: no file {path.absolute()}{f'; did you mean {near[0]}?' if near else ''}")
+    description = importlib.util.spec_from_file_location(path.stem, path)
+    assert description is not None and description.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(description)
+    sys.path.insert(0, str(path.parent.absolute()))  # its neighbours, as when it is run as a script
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up
+    try:
+        description.loader.exec_module(module)
+    except Exception as error:
+        raise LoadError(f"reward {spec!r}: running {path} failed: {type(error).__name__}: {error}") from None
+    return module
+
+
+def _take_pipes() -> tuple[Any, int]:
+    """The parent's pipes, moved away from where functions read and print: input is empty, prints go to standard error."""
+    calls, reports = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return calls, reports
+
+
+def _report(pipe: int, message: Any) -> None:
+    line = json.dumps(message).encode() + b"\n"
+    while line:
+        line = line[os.write(pipe, line) :]
+
+
+def _follow_parent(parent: int) -> None:
+    """End with the parent, also when it was killed while a function runs on without end."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _short(text: str, limit: int = 80) -> str:
+    return " ".join(text.split()) if len(text) <= limit else " ".join(text[: limit - 3].split()) + "..."
