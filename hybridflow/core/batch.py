@@ -172,6 +172,18 @@ class Batch:
         """Every row ``count`` times, copies side by side."""
         return self.rows(np.repeat(np.arange(len(self)), count))
 
+    def steps(self) -> Batch:
+        """One row for each action step (where ``response_mask`` is True): time columns of length 1, row fields repeated."""
+        mask = self.ragged("response_mask")
+        owner, ones = mask.row_index[mask.values], np.ones(int(mask.values.sum()), np.int64)
+        taken: dict[str, Column] = {}
+        for name, column in self.columns.items():
+            if FIELDS[name].axis == "time" and isinstance(column, Ragged):
+                taken[name] = Ragged(column.values[mask.values], ones)
+            else:
+                taken[name] = column.rows(owner) if isinstance(column, Ragged) else column[owner]
+        return Batch(taken, len(owner))
+
     def freeze(self) -> Batch:
         """Make every array read-only, so that no worker can change what another one reads. Returns self."""
         for column in self.columns.values():

@@ -166,7 +166,7 @@ def _nearest(model: type[Config], path: Sequence[str]) -> str:
         return f"; did you mean {'.'.join([*path[:-1], near[0]])}?"
     everywhere = [key for key, *_ in keys(model)]
     same = [key for key in everywhere if key.split(".")[-1] == path[-1]]
-    near = same or difflib.get_close_matches(".".join(path), everywhere, 1, 0.6)
+    near = same or difflib.get_close_matches(".".join(path), everywhere, 1, 0.8)
     if near:
         return f"; did you mean {near[0]}?"
     return f"; known here: {', '.join(section.model_fields)}" if section else ""

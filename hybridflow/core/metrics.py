@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["Metrics", "Span"]
@@ -29,10 +28,10 @@ class Metrics:
         old_total, old_weight = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (old_total + float(total), old_weight + float(weight))
 
-    def merge(self, other: Metrics, names: Mapping[str, str] | None = None, prefix: str = "") -> None:
-        """Add all of ``other``; every name gets ``prefix``, unless ``names`` maps it to another."""
+    def merge(self, other: Metrics, prefix: str = "") -> None:
+        """Add all of ``other``, every name behind ``prefix``."""
         for name, (total, weight) in other._sums.items():
-            self.add((names or {}).get(name, prefix + name), total, weight)
+            self.add(prefix + name, total, weight)
 
     def means(self) -> dict[str, float]:
         """Mean of every name that has weight."""

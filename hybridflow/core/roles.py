@@ -279,13 +279,33 @@ class Runtime(Protocol):
 
 
 class Algorithm(Protocol):
-    """One step is ``learn(rollout(source))``. Neither may branch on values."""
+    """One step is ``learn(rollout(source))``. Neither may branch on values.
+
+    Subclass it: ``observe`` sees the step's metrics (for adaptive coefficients), the state is what such coefficients need
+    to resume; by default there is none.
+    """
 
     def rollout(self, source: Batch, /) -> Batch: ...
     def learn(self, batch: Batch, /) -> Batch: ...
-    def observe(self, metrics: Mapping[str, float], /) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+    @classmethod
+    def smallest_group(cls, config: Any, /) -> int:
+        """Responses to a prompt that the method needs at least."""
+        return 1
+
+    @classmethod
+    def needs_reference(cls, config: Any, /) -> bool:
+        """Whether a frozen copy of the first policy has to score the responses."""
+        return False
+
+    def observe(self, metrics: Mapping[str, float], /) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        return None
 
 
 def update(batch: Batch, *pairs: tuple[Actor | Critic, Fn]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,7 @@ def _points_and_average(run: Run, steps: Series, values: Series) -> Iterator[dic
     span = smoothing_span(len(steps))
     shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MAX_POINTS)).round().astype(int))
     x, raw, average = (_short(column[shown]) for column in (steps, values, smooth(values, span)))
-    common = {"type": "scatter", "x": x, "legendgroup": run.name, "name": run.name}
+    common = {"type": "scatter", "x": x, "legendgroup": run.name, "name": _legend(run.name)}
     if span > 1:
         marker = {"color": run.color, "size": 4, "opacity": 0.38}
         yield {**common, "y": raw, "mode": "markers", "marker": marker, "hoverinfo": "skip", "showlegend": False}
@@ -145,7 +146,7 @@ def _score_and_band(run: Run, x: Series, score: Series) -> Iterator[dict[str, An
     low, high = (dict(zip(*run.series(key), strict=True)) for key in ("eval/low", "eval/high"))
     bounds = [(low.get(step, value), high.get(step, value)) for step, value in zip(x, score, strict=True)]
     lows, highs = np.array(bounds).T
-    common = {"type": "scatter", "legendgroup": run.name, "name": run.name}
+    common = {"type": "scatter", "legendgroup": run.name, "name": _legend(run.name)}
     outline = {"x": _short(np.concatenate([x, x[::-1]])), "y": _short(np.concatenate([highs, lows[::-1]]))}
     band = {"fill": "toself", "fillcolor": _faint(run.color), "line": {"width": 0}, "mode": "lines"}
     yield {**common, **outline, **band, "hoverinfo": "skip", "showlegend": False}
@@ -203,12 +204,17 @@ def _time_split(run: Run, alone: bool) -> Chart | None:
 def _axes(title: str, steps: Sequence[Series]) -> dict[str, Any]:
     span = max(s.max() for s in steps) - min(s.min() for s in steps)
     whole = {"dtick": 1} if span <= 8 else {}  # no ticks between steps
-    return {"xaxis": {"title": {"text": "step"}, **whole}, "yaxis": {"title": {"text": title}}}
+    return {"xaxis": {"title": {"text": "step"}, **whole}, "yaxis": {"title": {"text": html.escape(title)}}}
 
 
 def _short(values: Series) -> list[float]:
     """Six significant digits: a report is read, not computed with."""
     return [float(f"{value:.6g}") for value in values]
+
+
+def _legend(name: str) -> str:
+    """A long name loses its middle; plotly reads names as HTML."""
+    return html.escape(name if len(name) <= 32 else f"{name[:15]}…{name[-16:]}")
 
 
 def _faint(color: str) -> str:

@@ -175,8 +175,8 @@ def _stat(label: str, value: str, under: str) -> str:
 
 def _evaluated(ends: Sequence[Mapping[str, Any]]) -> str:
     """Intervals, steps and size of the first and the last evaluation."""
-    bounds = [(end.get("eval/low"), end.get("eval/high")) for end in ends]
-    known = [f"[{format_number(low)}, {format_number(high)}]" for low, high in bounds if None not in (low, high)]
+    bounds = [[end[key] for key in ("eval/low", "eval/high") if end.get(key) is not None] for end in ends]
+    known = [f"[{', '.join(map(format_number, pair))}]" for pair in bounds if len(pair) == 2]
     interval = f"95 % CI {' → '.join(known)}\n" if len(known) == len(ends) else ""
     steps, count = " → ".join(str(end["step"]) for end in ends), ends[-1].get("eval/count")
     return f"{interval}step {steps}" + (f" · n {count:.0f}" if count is not None else "")

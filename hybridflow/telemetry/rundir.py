@@ -31,11 +31,12 @@ class RunDirectory:
     def create(path: Path, config_toml: str) -> RunDirectory:
         """Make the folder and write ``config.toml``. CheckpointError if the folder is in use."""
         run = RunDirectory(Path(path))
-        _refuse_used(run)
         try:
-            run.checkpoints.mkdir(parents=True, exist_ok=True)
-            run.tensorboard.mkdir(exist_ok=True)
+            _refuse_used(run)
+            run.path.mkdir(parents=True, exist_ok=True)
             write_whole(run.config, config_toml.encode())
+            run.checkpoints.mkdir()
+            run.tensorboard.mkdir()
         except OSError as error:
             raise CheckpointError(f"run_dir {path}: can't be made ({error.strerror}); choose another run_dir") from None
         return run
@@ -92,9 +93,9 @@ def _refuse_used(run: RunDirectory) -> None:
         raise CheckpointError(
             f"run_dir {run.path}: holds a run already; continue it with --resume or choose another run_dir"
         )
-    others = sorted(entry.name for entry in run.path.iterdir()) if run.path.exists() else []
-    # a kill before config.toml was written leaves these, empty
-    others = [name for name in others if name not in ("checkpoints", "tensorboard", "config.toml.tmp")]
+    # a kill while config.toml was written leaves config.toml.tmp
+    entries = run.path.iterdir() if run.path.exists() else ()
+    others = sorted(entry.name for entry in entries if entry.name != "config.toml.tmp")
     if others:
         raise CheckpointError(
             f"run_dir {run.path}: holds other files ({others[0]}, {len(others)} in all) and no run; choose another run_dir"

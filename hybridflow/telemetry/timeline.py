@@ -90,7 +90,10 @@ def read_timeline(path: Path) -> list[Event]:
 
     A damaged last line, which a kill in the middle of a write leaves, is left out. CheckpointError for another file.
     """
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such timeline") from None
     try:
         trace = json.loads(text)
     except ValueError:
@@ -104,7 +107,7 @@ def read_timeline(path: Path) -> list[Event]:
 def keep_events_until(path: Path, step: int) -> None:
     """Drop the events of steps after ``step``; does nothing if there is no such file."""
     if path.exists():
-        _write(path, [event for event in read_timeline(path) if event["args"].get("step", step) <= step])
+        _write(path, [event for event in read_timeline(path) if event.get("args", {}).get("step", step) <= step])
 
 
 def _naming(role: str, tid: int) -> list[Event]:

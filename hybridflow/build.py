@@ -1,0 +1,89 @@
+"""The composition root: a configuration becomes roles, and roles become a trainer.
+
+An algorithm's constructor names the parts that it needs (actor, critic, estimator, scorers, ...); ``TextParts`` and
+``EnvironmentParts`` know how to make each. Cheap things come first, so that a wrong path or reward is told before any model loads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hybridflow.algorithms import ALGORITHMS
+from hybridflow.build_environment import EnvironmentParts
+from hybridflow.build_text import TextParts
+from hybridflow.config import RunConfig
+from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.roles import Algorithm, Role
+from hybridflow.hooks import Evaluation
+from hybridflow.rollout.buffer import Buffer, Fifo, Replay
+from hybridflow.rollout.schedule import Source, Synchronous
+from hybridflow.train import Trainer
+from hybridflow.workers.estimator import EstimatorWorker
+
+__all__ = ["Parts", "Run", "build", "make_parts"]
+
+
+class Parts(Protocol):
+    """Makes what an algorithm needs, for language models or for environments.
+
+    ``source`` is what rollouts start from; ``evaluate`` is None where nothing can be evaluated.
+    """
+
+    source: Source
+    evaluate: Callable[[], Evaluation] | None
+
+    def makers(self) -> Mapping[str, Callable[[], Any]]: ...
+    def export(self, folder: Path) -> None: ...
+
+
+@dataclass
+class Run:
+    """A trainer with its runtime and its parts."""
+
+    config: RunConfig
+    runtime: LocalRuntime
+    parts: Parts
+    trainer: Trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that resuming exactly needs: one entry for the loop and one for each role."""
+        return {"trainer": self.trainer.state_dict(), **self.runtime.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.trainer.load_state_dict(state["trainer"])
+        self.runtime.load_state_dict({name: part for name, part in state.items() if name != "trainer"})
+
+
+def build(config: RunConfig) -> Run:
+    """Make every part of a run."""
+    runtime = LocalRuntime()
+    parts = make_parts(config, runtime)
+    makers = {**parts.makers(), "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker))}
+    buffer: Buffer = Replay(config.replay, config.seed) if config.algorithm == "dqn" else Fifo()
+    schedule = Synchronous(config.train.updates_per_step)
+    trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
+    return Run(config, runtime, parts, trainer)
+
+
+def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
+    """The parts of a run without an algorithm, as evaluating and generating need them."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if config.environment is not None:
+        return EnvironmentParts(config, config.environment, runtime)
+    assert config.data is not None, "validated"
+    return TextParts(config, config.data, runtime)
+
+
+def _algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:
+    algorithm = ALGORITHMS[config.algorithm].algorithm
+    names = [name for name in inspect.signature(algorithm).parameters if name != "config"]
+    # Scorers first: they are quick to make, and a wrong reward should not wait for a model to load.
+    made = {name: makers[name]() for name in sorted(names, key=lambda name: name != "scorers")}
+    return algorithm(config.method, **made)

@@ -1,0 +1,17 @@
+"""The actor: a learner and a sampler that share the policy."""
+
+from typing import Any
+
+from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.roles import Role
+
+__all__ = ["InPlaceActor"]
+
+
+class InPlaceActor:
+    """Learner and sampler in one process: the sampler reads the learner's weights where they are, nothing is published."""
+
+    def __init__(self, runtime: LocalRuntime, learner: Role[Any], sampler: Role[Any]) -> None:
+        self.learner, self.sampler = runtime.role(learner), runtime.role(sampler)
+        runtime.share(learner.name, sampler.name)
+        self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend

@@ -1,0 +1,146 @@
+"""What happens after a step: report, evaluate, save. The loop knows nothing of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridflow import checkpoint
+from hybridflow.core.batch import Batch
+from hybridflow.core.metrics import Span
+from hybridflow.telemetry.console import RunConsole
+from hybridflow.telemetry.timeline import Timeline, time_split
+from hybridflow.telemetry.tracker import Tracker
+from hybridflow.train import Step
+
+__all__ = ["Checkpointer", "Evaluation", "Evaluator", "Reporter", "describe"]
+
+# What workers measure -> the documented name; other metrics keep the name of their role and themselves.
+NAMES = {
+    "sampler/response_length": "response_length/mean",
+    "sampler/truncated": "response_length/truncated",
+    "sampler/episode_return": "episode_return/mean",
+    "sampler/episode_length": "episode_length/mean",
+    "reference/kl": "kl",
+    "actor/entropy": "entropy",
+    "actor/loss": "loss/policy",
+    "critic/loss": "loss/value",
+    "actor/grad_norm": "grad_norm",
+    "actor/learning_rate": "learning_rate",
+    "actor/ratio": "ratio/mean",
+    "actor/clipped": "clip_fraction",
+}
+SPEEDS = {"sampler/tokens": "tokens_per_s", "sampler/steps": "env_steps_per_s"}
+SAMPLES_PER_STEP = 4
+
+
+def describe(metrics: Mapping[str, float], spans: list[Span]) -> dict[str, float]:
+    """The record of a step: documented names, time split, throughput, memory."""
+    record = {NAMES.get(name, name): value for name, value in metrics.items() if name not in SPEEDS}
+    record |= {speed: metrics[name] / metrics["time/step_s"] for name, speed in SPEEDS.items() if name in metrics}
+    return {**record, **time_split(spans), "memory/rss_gb": psutil.Process().memory_info().rss / 1e9}
+
+
+@dataclass
+class Reporter:
+    """Writes and shows every step."""
+
+    tracker: Tracker
+    console: RunConsole
+    timeline: Timeline
+
+    def __call__(self, step: Step) -> None:
+        record = describe(step.metrics, list(step.spans))
+        self.tracker.log(step.number, record)
+        self.timeline.add(step.number, step.spans)
+        if step.batch is not None and "response" in step.batch:
+            self.tracker.log_samples(step.number, samples(step.batch))
+        self.console.step(step.number, record)
+
+
+def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]:
+    """The first ``count`` responses as plain data."""
+    shown = batch.rows(range(min(count, len(batch))))
+    versions = [int(version.max(initial=0)) for version in shown.ragged("policy_version")]
+    return [
+        {
+            "sample_id": int(shown["sample_id"][i]),
+            "group_id": shown["group_id"][i].item(),
+            "prompt": shown["prompt_text"][i],
+            "response": shown["response"][i],
+            "score": None if shown["score_failed"][i] else float(shown["scores"][i]),
+            "policy_version": versions[i],
+        }
+        for i in range(len(shown))
+    ]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A score on held-out prompts or fresh episodes, with its 95 % confidence interval."""
+
+    score: float
+    low: float
+    high: float
+    count: int
+
+    def metrics(self) -> dict[str, float]:
+        return {"eval/score": self.score, "eval/low": self.low, "eval/high": self.high, "eval/count": self.count}
+
+
+@dataclass
+class Evaluator:
+    """Evaluates every ``every`` steps (0: never in between) and after the last.
+
+    It comes before the reporter, whose record then holds the evaluation too.
+    """
+
+    evaluate: Callable[[], Evaluation]
+    every: int
+    last_step: int
+    console: RunConsole
+    timeline: Timeline
+
+    def __call__(self, step: Step) -> None:
+        if step.number == self.last_step or (self.every and step.number % self.every == 0):
+            step.metrics.update(self.run(step.number).metrics())
+
+    def run(self, step: int) -> Evaluation:
+        """Evaluate now."""
+        start = time.perf_counter()
+        result = self.evaluate()
+        self.timeline.add(step, [Span("evaluation.run", "evaluate", start, time.perf_counter() - start)])
+        self.console.evaluation(step, result.metrics())
+        return result
+
+
+@dataclass
+class Checkpointer:
+    """Saves every ``every`` steps (0: only when asked)."""
+
+    state: Callable[[], Mapping[str, Any]]
+    folder: Path
+    every: int
+    keep: int
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        self.saved = -1
+
+    def __call__(self, step: Step) -> None:
+        if self.every and step.number % self.every == 0:
+            self.save(step.number)
+
+    def save(self, step: int) -> None:
+        """Save now, once for each step."""
+        if step == self.saved:
+            return
+        start = time.perf_counter()
+        checkpoint.save(self.folder, step, self.state(), self.keep)
+        self.timeline.add(step, [Span("checkpoint.save", "checkpoint", start, time.perf_counter() - start)])
+        self.saved = step

@@ -1,0 +1,74 @@
+"""Language models as a policy and as a critic: columns in, one value for each action step out.
+
+``inputs`` names the columns that a model reads besides ``response_mask``; ``unit`` says what a minibatch is made of ("row":
+sequences are never split). The hidden state at position t - 1 decides about token t, so it gives ``log_probs[t]`` and
+``values[t]``.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import ContractError
+from hybridflow.models.decoder import CausalAttention, Decoder
+from hybridflow.ops.log_probs import log_probs_and_entropy
+
+__all__ = ["TextCritic", "TextPolicy"]
+
+
+class TextPolicy(nn.Module):
+    """Log-probability and entropy of every response token, under the distribution that is sampled at ``temperature``."""
+
+    inputs: tuple[str, ...] = ("tokens",)
+    unit: Literal["row", "step"] = "row"
+
+    def __init__(self, decoder: Decoder, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.decoder, self.temperature = decoder, temperature
+
+    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """``log_probs`` and ``entropy``, [N] over the action steps, fp32."""
+        hidden, targets = action_states(self.decoder, batch)
+        log_probs, entropy = log_probs_and_entropy(
+            hidden, self.decoder.head_weight, targets, temperature=self.temperature, entropy=True
+        )
+        return {"log_probs": log_probs, "entropy": entropy}
+
+
+class TextCritic(nn.Module):
+    """Value of the state before every response token."""
+
+    inputs: tuple[str, ...] = ("tokens",)
+    unit: Literal["row", "step"] = "row"
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        weight = decoder.embed.weight
+        self.head = nn.Linear(decoder.spec.hidden_size, 1, bias=True, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """``values`` [N] over the action steps, fp32."""
+        hidden, _ = action_states(self.decoder, batch)
+        return {"values": self.head(hidden).squeeze(-1).float()}
+
+    def bootstrap(self, batch: Batch) -> Tensor:
+        """[B] zeros: a response always ends its episode, also where the length limit ends it."""
+        return torch.zeros(len(batch), device=self.head.weight.device)
+
+
+def action_states(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(hidden [N, D] that decided about each action step, its token [N])."""
+    tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask").values
+    places = torch.from_numpy(mask.nonzero()[0])
+    if (tokens.offsets[:-1][tokens.row_index[mask]] == places.numpy()).any():
+        raise ContractError("response_mask is True on a first token; a prompt has at least one token")
+    device = decoder.embed.weight.device
+    ids = torch.tensor(tokens.values, device=device)
+    attention = CausalAttention(torch.tensor(tokens.lengths, device=device))
+    hidden = decoder(ids, attention.positions, attention)
+    return hidden[places.to(device) - 1], ids[places.to(device)]

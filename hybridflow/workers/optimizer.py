@@ -1,0 +1,133 @@
+"""AdamW on fp32 master weights, with warm-up, decay, clipping and freezing."""
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from hybridflow.core.config import Config
+from hybridflow.core.errors import ConfigError
+
+__all__ = ["Optimizer", "OptimizerConfig", "learning_rate_scale"]
+
+
+class OptimizerConfig(Config):
+    """How weights move."""
+
+    lr: float = Field(1e-5, gt=0)
+    """peak learning rate"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """decay after the warm-up, down to zero at the last optimizer step"""
+    warmup_steps: int = Field(0, ge=0)
+    """optimizer steps over which the learning rate rises from zero"""
+    weight_decay: float = Field(0.0, ge=0)
+    """decoupled decay of matrices; norms and biases are never decayed"""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    """gradients are scaled down to this global norm"""
+    freeze: tuple[str, ...] = ()
+    """patterns of parameter names that are not trained, such as "embed*" or "layers.[0-9].*" """
+
+
+def learning_rate_scale(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Factor on ``lr`` at optimizer step ``step`` (from 0) of ``total_steps``."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    if config.schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0
+
+
+class Optimizer:
+    """Steps the trained parameters of ``module``.
+
+    Weights that are not fp32 get an fp32 master copy: gradients of all microbatches add up there, AdamW moves it, and the
+    weight is its rounding. fp32 weights are their own masters.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        self.config, self.total_steps, self.steps = config, total_steps, 0
+        freeze(module, config.freeze)
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = {name: _master(parameter) for name, parameter in self.parameters.items()}
+        decayed = [master for master in self.masters.values() if master.dim() >= 2]
+        others = [master for master in self.masters.values() if master.dim() < 2]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        betas = (config.beta1, config.beta2)
+        self.adamw = torch.optim.AdamW(groups, config.lr, betas, config.eps, config.weight_decay, fused=True)
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.config.lr * learning_rate_scale(self.config, self.steps, self.total_steps)
+
+    def clip(self) -> float:
+        """Scale the gradients down to ``max_grad_norm``; returns their norm before."""
+        return float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
+
+    def step(self) -> None:
+        """Apply the gradients."""
+        for group in self.adamw.param_groups:
+            group["lr"] = self.learning_rate
+        self.adamw.step()
+        self.steps += 1
+        self._round()
+
+    def _round(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter is not self.masters[name]:
+                    parameter.copy_(self.masters[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, AdamW's moments and the masters that are not the weights themselves."""
+        masters = {name: m for name, m in self.masters.items() if m is not self.parameters[name]}
+        return {"steps": self.steps, "adamw": self.adamw.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore; the weights themselves must have been loaded before."""
+        self.steps = state["steps"]
+        self.adamw.load_state_dict(state["adamw"])
+        with torch.no_grad():
+            for name, master in state["masters"].items():
+                self.masters[name].copy_(master)
+        self._round()
+
+
+def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Stop training every parameter whose name matches a pattern; a pattern that matches none is a ConfigError."""
+    names = [name for name, _ in module.named_parameters()]
+    short = {name: name.removeprefix("decoder.") for name in names}
+    for pattern in patterns:
+        matched = [name for name in names if fnmatch.fnmatchcase(short[name], pattern)]
+        if not matched:
+            example = ", ".join(list(short.values())[:6])
+            raise ConfigError([f"optimizer.freeze: {pattern!r} matches no parameter; names look like {example}, ..."])
+        for name in matched:
+            module.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(["optimizer.freeze: the patterns freeze every parameter; nothing would be trained"])
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = parameter.detach().float()
+
+    def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(accumulate)
+    return master

@@ -1,0 +1,80 @@
+"""Scorers: reward functions and frozen models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.roles import WorkerContext, control, remote
+from hybridflow.ops.kl import estimate_kl
+from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
+from hybridflow.workers.learner import Networks, forward
+
+__all__ = ["ModelScorer", "RewardScorer"]
+
+
+class RewardScorer:
+    """Scores responses with reward functions, in processes of their own.
+
+    A function that fails gives no score, never a zero: its group is dropped (no action steps left, so it influences
+    nothing) or the run stops, as the configuration says; more failures in a batch than the budget stop the run.
+    """
+
+    def __init__(self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig) -> None:
+        self.context, self.config = context, config
+        self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries)
+
+    @remote(
+        reads=("prompt_text", "response", "fields", "group_id", "response_mask"),
+        writes=("scores", "score_failed", "response_mask"),
+        kind="reward",
+    )
+    def score(self, batch: Batch, /) -> Batch:
+        """``scores``; rows of groups with a failure lose their action steps."""
+        allowed = 0.0 if self.config.on_failure == "raise" else self.config.max_failed_fraction
+        results = self.pool.score(batch["prompt_text"], batch["response"], batch["fields"], int(allowed * len(batch)))
+        failed = np.array([result.score is None for result in results], bool)
+        scores = np.array([0.0 if result.score is None else result.score for result in results], np.float32)
+        self._observe(results, failed, scores)
+        dropped = np.isin(batch["group_id"], batch["group_id"][failed])
+        mask = batch.ragged("response_mask")
+        kept = Ragged(mask.values & ~dropped[mask.row_index], mask.lengths)
+        return Batch({"scores": scores, "score_failed": failed, "response_mask": kept}, len(batch))
+
+    def _observe(self, results: list[RewardResult], failed: np.ndarray, scores: np.ndarray) -> None:
+        add, good = self.context.metrics.add, scores[~failed].astype(np.float64)
+        add("mean", good.sum(), len(good))
+        add("std", good.std() if len(good) else 0.0)
+        add("failed", failed.sum())
+        for result in results:
+            for name, value in result.metrics.items():
+                add(name, value)
+
+    @control
+    def check(self, fields: Collection[str]) -> None:
+        """RewardError if a function needs a field that the data doesn't have."""
+        self.pool.check(fields)
+
+    @control
+    def close(self) -> None:
+        self.pool.close()
+
+
+class ModelScorer:
+    """A frozen policy: the log-probability that it gives to what was sampled."""
+
+    def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int) -> None:
+        self.context, self.token_budget = context, token_budget
+        self.model: Any = networks.build()[networks.main].requires_grad_(False)
+
+    @remote(reads=lambda args: ("log_probs", "response_mask", *args["networks"].inputs), writes=("log_probs",))
+    def score(self, batch: Batch, /) -> Batch:
+        """``log_probs`` of every action step (the role renames them); metric ``kl`` of the sampling policy against them."""
+        mask = batch.ragged("response_mask").values
+        own = forward(self.model, batch, ("log_probs",), self.token_budget)["log_probs"]
+        sampling, reference = (c.values[mask].astype(np.float64) for c in (batch.ragged("log_probs"), own))
+        self.context.metrics.add("kl", float(estimate_kl(sampling, reference, "k3").sum()), len(sampling))
+        return Batch({"log_probs": own}, len(batch))

@@ -1,0 +1,81 @@
+"""The sampler of a language model: prompts in, responses out, through the rollout engine on the learner's own weights."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from hybridflow.core.batch import Batch, Ragged, objects
+from hybridflow.core.roles import WorkerContext, remote
+from hybridflow.data.text import Tokenizer
+from hybridflow.generation.engine import Engine
+from hybridflow.generation.request import Completion, Request, SamplingParams
+
+__all__ = ["PolicySource", "TextSampler"]
+
+
+class PolicySource(Protocol):
+    """Where a sampler reads its networks: a learner in the same process."""
+
+    networks: dict[str, nn.Module]
+    version: int
+
+
+class TextSampler:
+    """Samples responses with ``params``; ``attach`` must come first."""
+
+    def __init__(
+        self, context: WorkerContext, *, tokenizer: Tokenizer, params: SamplingParams, seed: int, max_slots: int
+    ) -> None:
+        self.context, self.tokenizer, self.params = context, tokenizer, params
+        self.seed, self.max_slots = seed, max_slots
+
+    def attach(self, source: PolicySource) -> None:
+        """Sample from the policy of ``source``, in place."""
+        policy: Any = source.networks["policy"]
+        self.source = source
+        self.engine = Engine(policy.decoder, seed=self.seed, max_slots=self.max_slots, decode=self.tokenizer.decode)
+
+    @remote(
+        reads=("prompt", "sample_id"),
+        writes=("tokens", "response_mask", "log_probs", "policy_version", "terminated", "truncated", "response"),
+        kind="generate",
+    )
+    def rollout(self, batch: Batch, params: SamplingParams | None = None, /) -> Batch:
+        """One response a row. ``params`` replaces the sampler's own, for evaluation or a greedy baseline.
+
+        A response that the length limit cut is scored as it stands, so its episode has ended: ``terminated`` is True on
+        every row, ``truncated`` on those.
+        """
+        prompts = batch.ragged("prompt")
+        requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
+        done = self.engine.generate(requests, params or self.params)
+        self._observe(done, prompts)
+        return Batch(
+            {
+                "tokens": Ragged.from_rows(
+                    [np.concatenate([p, c.tokens]) for p, c in zip(prompts, done, strict=True)], np.int64
+                ),
+                "response_mask": _after(prompts, [np.ones(len(c.tokens), bool) for c in done], bool),
+                "log_probs": _after(prompts, [c.log_probs for c in done], np.float32),
+                "policy_version": _after(prompts, [np.full(len(c.tokens), self.source.version) for c in done], np.int64),
+                "terminated": np.ones(len(done), bool),
+                "truncated": np.array([c.finish == "length" for c in done], bool),
+                "response": objects(self.tokenizer.decode(c.tokens.tolist()) for c in done),
+            },
+            len(done),
+        )
+
+    def _observe(self, completions: list[Completion], prompts: Ragged) -> None:
+        add, count = self.context.metrics.add, len(completions)
+        add("response_length", sum(len(c.tokens) for c in completions), count)
+        add("truncated", sum(c.finish == "length" for c in completions), count)
+        add("tokens", sum(len(c.tokens) for c in completions) + len(prompts.values))
+
+
+def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:
+    """A time column: zeros over the prompt, then the response's values."""
+    pairs = zip(prompts.lengths, responses, strict=True)
+    return Ragged.from_rows([np.concatenate([np.zeros(n, dtype), r.astype(dtype)]) for n, r in pairs], dtype)

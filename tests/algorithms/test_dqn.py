@@ -1,0 +1,168 @@
+"""DQN on the real learner and sampler, and its loss by hand."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from hybridflow.algorithms.dqn import DQN, DQNConfig
+from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import ContractError
+from hybridflow.core.roles import Role
+from hybridflow.core.seeding import torch_generator
+from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
+from hybridflow.models.nets import NetConfig, make_q
+from hybridflow.ops.td import dqn_loss
+from hybridflow.rollout.buffer import Replay, ReplayConfig
+from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.optimizer import OptimizerConfig
+
+GAMMA = 0.9
+
+
+class Chain(gymnasium.Env):
+    """Five states in a row; action 1 goes right, 0 back to the first, and only the last step right is rewarded."""
+
+    observation_space = spaces.Discrete(5)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.state = 0
+        return self.state, {}
+
+    def step(self, action):
+        ended = bool(action == 1 and self.state == 4)
+        self.state = min(self.state + 1, 4) if action == 1 else 0
+        return self.state, float(ended), ended, False, {}
+
+
+gymnasium.register("HybridflowChain-v0", Chain, max_episode_steps=20)
+CHAIN = EnvironmentConfig(id="HybridflowChain-v0", num_envs=4, steps_per_rollout=4)
+
+
+class ActorOf:
+    """Sampler and learner as one actor."""
+
+    def __init__(self, runtime):
+        observation_space, action_space = spaces_of(CHAIN)
+
+        def build():
+            make = [
+                make_q(observation_space, action_space, NetConfig(hidden=(32,)), torch_generator(1, "q")) for _ in range(2)
+            ]
+            return dict(zip(("q", "target"), make, strict=True))
+
+        arguments = {
+            "networks": Networks(build, "q", ("observations", "actions")),
+            "optimizer": OptimizerConfig(lr=3e-3, max_grad_norm=10.0),
+            "plan": UpdatePlan(),
+            "total_steps": 10_000,
+            "seed": 1,
+        }
+        exploration = ExplorationConfig(epsilon_end=0.2, epsilon_decay_steps=2000)
+        self.learner = runtime.role(Role("learner", Learner, arguments))
+        self.sampler = runtime.role(Role("sampler", EnvSampler, {"config": CHAIN, "seed": 1, "exploration": exploration}))
+        runtime.share("learner", "sampler")
+        self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend
+
+
+def q_table(runtime):
+    q = runtime._workers["learner"].networks["q"]
+    with torch.no_grad():
+        return q(torch.arange(5))
+
+
+def test_dqn_solves_a_chain_and_finds_its_values():
+    runtime = LocalRuntime()
+    actor = ActorOf(runtime)
+    algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20), actor)
+    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1)
+    assert np.mean(actor.sampler.evaluate(1)) == 0
+    for _ in range(250):
+        buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
+        for _ in range(4):
+            batch = buffer.sample(0)
+            if batch is not None:
+                learned = algorithm.learn(batch)
+    assert actor.sampler.evaluate(3) == [1.0, 1.0, 1.0]
+    right = [GAMMA ** (4 - state) for state in range(5)]
+    expected = torch.tensor([[GAMMA * right[0], right[state]] for state in range(5)])
+    assert torch.allclose(q_table(runtime), expected, atol=0.05)
+    assert learned["td_errors"].lengths.tolist() == [1] * 64 and np.abs(learned["td_errors"].values).mean() < 0.05
+
+
+class Table(nn.Module):
+    """Q values of states 0 and 1."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.values = nn.Parameter(torch.tensor(rows))
+
+    def forward(self, observations):
+        return self.values[observations]
+
+
+def transitions():
+    return {
+        "observations": torch.tensor([0, 1]),
+        "actions": torch.tensor([1, 0]),
+        "rewards": torch.tensor([1.0, -3.0]),
+        "terminated": torch.tensor([False, True]),
+        "final_observations": torch.tensor([1, 0]),
+    }
+
+
+@pytest.mark.parametrize(("double", "bootstrap"), [(False, 8.0), (True, 6.0)])
+def test_dqn_loss_by_hand(double, bootstrap):
+    networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[0.0, 0.0], [6.0, 8.0]])}
+    loss = dqn_loss.bind(gamma=0.5, double=double)
+    result = loss(networks, transitions())
+    first = 2.0 - (1.0 + 0.5 * bootstrap)
+    assert result.columns["td_errors"].tolist() == [first, 7.0]
+    assert result.terms.tolist() == [abs(first) - 0.5, 6.5]
+    assert result.metrics["q"].tolist() == [2.0, 4.0] and result.metrics["td_error"].tolist() == [abs(first), 7.0]
+    result.terms.sum().backward()
+    assert networks["q"].values.grad.tolist() == [[0.0, -1.0], [1.0, 0.0]] and networks["target"].values.grad is None
+    assert loss.on == "networks" and loss.writes == ("td_errors",)
+
+
+def test_a_terminated_transition_ignores_what_follows():
+    networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[float("nan")] * 2, [6.0, 8.0]])}
+    result = dqn_loss(networks, transitions(), gamma=0.5)
+    assert torch.isfinite(result.terms).all()
+
+
+def test_dqn_loss_refuses_pieces_of_several_steps():
+    columns = {**transitions(), "final_observations": torch.tensor([1])}
+    with pytest.raises(ContractError, match=r"2 steps in 1 rows.*one transition"):
+        dqn_loss({"q": Table([[0.0]]), "target": Table([[0.0]])}, columns, gamma=0.5)
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def update(self, batch, loss):
+        self.calls.append("update")
+        return batch
+
+    def blend(self, source, target, weight):
+        self.calls.append((source, target, weight))
+
+
+def test_the_target_network_follows_every_so_many_updates_also_after_resume():
+    config, actor = DQNConfig(target_update_every=3, tau=0.25), Recorder()
+    algorithm = DQN(config, actor)
+    for _ in range(2):
+        algorithm.learn(Batch({}, 0))
+    resumed = DQN(config, actor)
+    resumed.load_state_dict(algorithm.state_dict())
+    for _ in range(4):
+        resumed.learn(Batch({}, 0))
+    blend = ("q", "target", 0.25)
+    assert actor.calls == ["update", "update", "update", blend, "update", "update", "update", blend]

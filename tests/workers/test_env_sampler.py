@@ -1,0 +1,221 @@
+import pickle
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import ContractError, DataError, NonFiniteError
+from hybridflow.core.roles import WorkerContext, verb_of
+from hybridflow.core.seeding import torch_generator
+from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
+from hybridflow.models.nets import NetConfig, make_policy, make_q
+from hybridflow.workers import env_sampler
+from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
+
+
+class Line(gymnasium.Env):
+    """A walk whose observation is (episode's start, steps taken); it terminates after ``length`` steps."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length=3, reward=1.0):
+        self.length, self.reward = length, reward
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.start, self.steps = float(self.np_random.integers(1000)), 0
+        return np.array([self.start, 0], np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        ended = self.steps == self.length
+        return np.array([self.start, self.steps], np.float32), self.reward * self.steps, ended, False, {}
+
+
+gymnasium.register("HybridflowLine-v0", Line)
+
+
+def sampler_for(config, *, exploration=None, seed=5, version=0):
+    observation_space, action_space = spaces_of(config)
+    generator = torch_generator(1, "init")
+    if exploration:
+        networks = {"q": make_q(observation_space, action_space, NetConfig(hidden=(8,)), generator)}
+    else:
+        networks = {"policy": make_policy(observation_space, action_space, NetConfig(hidden=(8,)), generator)}
+    sampler = EnvSampler(WorkerContext(), config=config, seed=seed, exploration=exploration)
+    sampler.attach(SimpleNamespace(networks=networks, version=version))
+    return sampler
+
+
+def line(num_envs=2, steps=5, **options):
+    return EnvironmentConfig(id="HybridflowLine-v0", num_envs=num_envs, steps_per_rollout=steps, options=options)
+
+
+def assert_same(left, right, close=()):
+    assert left.columns.keys() == right.columns.keys()
+    for name in left.columns:
+        a, b = (x[name].values if hasattr(x[name], "values") else x[name] for x in (left, right))
+        if name in close:
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        if hasattr(left[name], "lengths"):
+            np.testing.assert_array_equal(left[name].lengths, right[name].lengths)
+
+
+def test_pieces_end_at_episode_ends_and_at_the_limit():
+    config = line(num_envs=2, steps=5, length=3)
+    sampler = sampler_for(config, version=7)
+    batch = sampler.rollout(rollout_source(config))
+    assert batch.lengths.tolist() == [3, 2, 3, 2]
+    assert batch["sample_id"].tolist() == [0, 1, 10**9, 10**9 + 1]
+    assert batch["terminated"].tolist() == [True, False, True, False]
+    assert batch["truncated"].tolist() == [False] * 4
+    assert batch["final_observations"][:, 1].tolist() == [3, 2, 3, 2]
+    assert batch["observations"].values[:, 1].tolist() == [0, 1, 2, 0, 1] * 2
+    assert batch["rewards"].values.tolist() == [1, 2, 3, 1, 2] * 2
+    starts = batch["observations"].values[:, 0].reshape(2, 5)
+    assert len(np.unique(starts)) == 4, "every episode of every slot has a start of its own"
+    assert batch["final_observations"][:, 0].tolist() == [x for row in starts for x in (row[0], row[3])]
+    assert set(batch["policy_version"].values) == {7} and batch["response_mask"].values.all()
+    assert set(batch.columns) == set(verb_of(EnvSampler.rollout).writes)
+
+
+def test_a_cut_episode_goes_on_in_the_next_rollout():
+    config = line(num_envs=1, steps=5, length=3)
+    sampler = sampler_for(config)
+    first, second = (sampler.rollout(rollout_source(config)) for _ in range(2))
+    assert second.lengths.tolist() == [1, 3, 1] and second["sample_id"].tolist() == [2, 3, 4]
+    assert second["observations"][0].tolist() == [first["final_observations"][1].tolist()]
+    assert second["terminated"].tolist() == [True, True, False]
+
+
+def test_a_truncated_piece_keeps_its_true_last_observation():
+    config = line(num_envs=1, steps=4, length=9, max_episode_steps=2)
+    batch = sampler_for(config).rollout(rollout_source(config))
+    assert batch["truncated"].tolist() == [True, True] and batch["terminated"].tolist() == [False, False]
+    assert batch["final_observations"].tolist() == [[start, 2] for start in batch["observations"].values[::2, 0]]
+
+
+def test_an_end_at_the_limit_is_no_cut():
+    config = line(num_envs=1, steps=6, length=3)
+    batch = sampler_for(config).rollout(rollout_source(config))
+    assert batch.lengths.tolist() == [3, 3] and batch["terminated"].tolist() == [True, True]
+
+
+def test_episode_metrics():
+    config = line(num_envs=2, steps=7, length=3)
+    sampler = sampler_for(config)
+    sampler.rollout(rollout_source(config))
+    assert sampler.context.metrics.means() == {"episode_return": 6.0, "episode_length": 3.0}
+
+
+@pytest.mark.parametrize("exploration", [None, ExplorationConfig(epsilon_decay_steps=100)])
+def test_numbers_do_not_depend_on_how_slots_are_dealt(exploration):
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=4, steps_per_rollout=40)
+    whole, even, odd = (sampler_for(config, exploration=exploration) for _ in range(3))
+    source = rollout_source(config)
+    for _ in range(2):
+        together = whole.rollout(source)
+        apart = Batch.concat([even.rollout(source.rows([2, 0])), odd.rollout(source.rows([3, 1]))])
+        assert_same(together, apart.rows(np.argsort(apart["sample_id"])), close=("log_probs",))
+
+
+def test_slots_may_take_different_numbers_of_steps():
+    config = line(num_envs=3, length=3)
+    source = Batch({"slot": np.array([2, 0, 1]), "num_steps": np.array([4, 1, 0])})
+    batch = sampler_for(config).rollout(source)
+    assert batch.lengths.tolist() == [1, 3, 1]
+    assert batch["sample_id"].tolist() == [0, 2 * 10**9, 2 * 10**9 + 1]
+
+
+def test_no_slots_give_no_rows():
+    config = line()
+    batch = sampler_for(config).rollout(rollout_source(config).rows(np.zeros(0, np.int64)))
+    assert len(batch) == 0 and batch["final_observations"].shape == (0, 2)
+
+
+def test_a_slot_named_twice_is_refused():
+    config = line()
+    with pytest.raises(ContractError, match="twice"):
+        sampler_for(config).rollout(rollout_source(config).rows([1, 1]))
+
+
+def test_log_probs_are_those_of_the_policy():
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=3, steps_per_rollout=20)
+    sampler = sampler_for(config)
+    batch = sampler.rollout(rollout_source(config))
+    with torch.no_grad():
+        again = sampler.source.networks["policy"].outputs(batch)["log_probs"].numpy()
+    np.testing.assert_allclose(batch["log_probs"].values, again, atol=1e-6)
+    assert 0 < batch["actions"].values.mean() < 1
+
+
+def test_continuous_actions():
+    config = EnvironmentConfig(id="Pendulum-v1", num_envs=2, steps_per_rollout=30)
+    sampler = sampler_for(config)
+    batch = sampler.rollout(rollout_source(config))
+    actions = batch["actions"].values
+    assert actions.shape == (60, 1) and actions.dtype == np.float32
+    assert 0.6 < actions.std() < 1.4 and len(np.unique(actions)) == 60
+    with torch.no_grad():
+        again = sampler.source.networks["policy"].outputs(batch)["log_probs"].numpy()
+    np.testing.assert_allclose(batch["log_probs"].values, again, atol=1e-5)
+
+
+def test_exploration_decays_over_the_steps_of_all_environments():
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=4, steps_per_rollout=50)
+    exploration = ExplorationConfig(epsilon_start=1.0, epsilon_end=0.0, epsilon_decay_steps=200)
+    sampler = sampler_for(config, exploration=exploration)
+    first = sampler.rollout(rollout_source(config))
+    assert sampler.context.metrics.means()["epsilon"] == pytest.approx(1 - 24.5 / 50)
+    second = sampler.rollout(rollout_source(config))
+    with torch.no_grad():
+        q = sampler.source.networks["q"]
+        greedy = [q(torch.from_numpy(b["observations"].values)).argmax(-1).numpy() for b in (first, second)]
+    assert (first["actions"].values != greedy[0]).any()
+    assert (second["actions"].values == greedy[1]).all() and (second["log_probs"].values == 0).all()
+
+
+@pytest.mark.parametrize("exploration", [None, ExplorationConfig(epsilon_decay_steps=300)])
+def test_resume_is_exact(exploration):
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=3, steps_per_rollout=33)
+    source = rollout_source(config)
+    sampler = sampler_for(config, exploration=exploration)
+    sampler.rollout(source)
+    saved = pickle.dumps(sampler.state_dict())
+    resumed = sampler_for(config, exploration=exploration)
+    resumed.rollout(source.rows([1]))
+    resumed.load_state_dict(pickle.loads(saved))
+    sampler.context.metrics.clear()
+    resumed.context.metrics.clear()
+    for _ in range(3):
+        assert_same(sampler.rollout(source), resumed.rollout(source))
+    assert sampler.context.metrics.means() == resumed.context.metrics.means()
+
+
+def test_evaluate_plays_whole_episodes_and_disturbs_nothing():
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=2, steps_per_rollout=20)
+    source = rollout_source(config)
+    sampler, undisturbed = sampler_for(config), sampler_for(config)
+    returns = sampler.evaluate(5)
+    assert len(returns) == 5 and len(set(returns)) > 1 and returns == sampler.evaluate(5)
+    assert sampler.evaluate(2) == returns[:2]
+    assert_same(sampler.rollout(source), undisturbed.rollout(source))
+
+
+def test_evaluate_refuses_to_wait_forever(monkeypatch):
+    monkeypatch.setattr(env_sampler, "MAX_EVALUATION_STEPS", 20)
+    with pytest.raises(DataError, match=r"did not end within 20 steps.*max_episode_steps"):
+        sampler_for(line(length=-1)).evaluate(2)
+
+
+def test_a_reward_that_is_not_finite_stops_with_the_sample():
+    config = line(num_envs=2, reward=float("inf"), disable_env_checker=True)
+    with pytest.raises(NonFiniteError, match=r"HybridflowLine-v0.*samples 0, 1, 1000000000"):
+        sampler_for(config).rollout(rollout_source(config))

@@ -1,0 +1,191 @@
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.errors import NonFiniteError
+from hybridflow.core.roles import Fn, Loss, WorkerContext, columns
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextCritic, TextPolicy
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.ops.losses import ppo_clip, value_loss
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.optimizer import OptimizerConfig
+
+SPEC = DecoderSpec("llama", 19, 16, 32, 2, 4, 2, 4, 64)
+
+
+def decoder() -> Decoder:
+    model = Decoder(SPEC)
+    init_weights(model, torch.Generator().manual_seed(0))
+    return model
+
+
+def learner(kind: str = "policy", plan: UpdatePlan = UpdatePlan(), lr: float = 0.01, freeze: tuple[str, ...] = ()) -> Learner:  # noqa: B008
+    build = (lambda: {"policy": TextPolicy(decoder())}) if kind == "policy" else (lambda: {"value": TextCritic(decoder())})
+    networks = Networks(build, kind if kind == "policy" else "value", ("tokens",))
+    return Learner(
+        WorkerContext(), networks=networks, optimizer=OptimizerConfig(lr=lr, freeze=freeze), plan=plan, total_steps=10, seed=1
+    )
+
+
+def batch(num_rows: int = 8, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    prompts, responses = rng.integers(1, 6, num_rows), rng.integers(1, 9, num_rows)
+    lengths = prompts + responses
+    total = int(lengths.sum())
+    like = partial(Ragged, lengths=lengths)
+    mask = np.concatenate([np.arange(n) >= p for p, n in zip(prompts, lengths, strict=True)])
+    return Batch(
+        {
+            "sample_id": np.arange(num_rows),
+            "tokens": like(rng.integers(0, 19, total)),
+            "response_mask": like(mask),
+            "log_probs": like(np.where(mask, rng.normal(-3, 0.2, total), 0).astype(np.float32)),
+            "advantages": like(rng.normal(size=total).astype(np.float32)),
+            "returns": like(rng.normal(size=total).astype(np.float32)),
+            "values": like(rng.normal(size=total).astype(np.float32)),
+        }
+    )
+
+
+def gradients(one: Learner, data: Batch, loss: Fn) -> dict[str, torch.Tensor]:
+    """Gradients of the last minibatch, before clipping."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def step() -> None:
+        kept.update({name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None})
+
+    one.optimizer.step = step  # type: ignore[method-assign]
+    one.optimizer.clip = lambda: 1.0  # type: ignore[method-assign]
+    one.update(data, loss)
+    return kept
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    scale = max(float(g.abs().max()) for g in a.values())
+    for name, gradient in a.items():
+        assert float((gradient - b[name]).abs().max()) <= 1e-6 * scale, name
+
+
+LOSSES = [
+    ppo_clip.bind(clip=0.2, entropy_coef=0.01),
+    ppo_clip.bind(clip=0.2, aggregation="sequence_mean"),
+    ppo_clip.bind(clip=0.2, aggregation="constant", max_tokens=8),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda fn: fn.params.get("aggregation", "token_mean"))
+@pytest.mark.parametrize("budget", [1, 20, 40])
+def test_gradients_do_not_depend_on_microbatches(loss: Fn, budget: int) -> None:
+    whole = gradients(learner(plan=UpdatePlan(token_budget=10_000)), batch(), loss)
+    assert_same(whole, gradients(learner(plan=UpdatePlan(token_budget=budget)), batch(), loss))
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_gradients_do_not_depend_on_row_order_or_masked_garbage(kind: str) -> None:
+    loss = LOSSES[0] if kind == "policy" else value_loss.bind(clip=0.2)
+    clean = batch()
+    mask = clean.ragged("response_mask")
+    dirty = {
+        name: mask.like(np.where(mask.values, clean.ragged(name).values, np.float32(np.nan)))
+        for name in ("log_probs", "advantages", "returns", "values")
+    }
+    shuffled = clean.with_columns(**dirty).rows(np.random.default_rng(3).permutation(len(clean)))
+    assert_same(gradients(learner(kind), clean, loss), gradients(learner(kind), shuffled, loss))
+
+
+def test_fully_masked_rows_have_no_part() -> None:
+    clean = batch()
+    extra = batch(3, seed=5)
+    masked = extra.with_columns(response_mask=extra.ragged("response_mask").like(np.zeros(len(extra.ragged("tokens").values), bool)))
+    together = Batch.concat([clean, masked])
+    for loss in LOSSES:
+        assert_same(gradients(learner(), clean, loss), gradients(learner(), together, loss))
+
+
+def test_minibatches_are_dealt_by_seed_and_cover_everything() -> None:
+    seen: list[int] = []
+    one = learner(plan=UpdatePlan(minibatches=3, epochs=2, token_budget=12))
+    original = one._minibatch
+
+    def record(units: object, *rest: object) -> None:
+        seen.append(sorted(units.batch["sample_id"].tolist()))  # type: ignore[attr-defined, arg-type]
+        original(units, *rest)  # type: ignore[arg-type]
+
+    one._minibatch = record  # type: ignore[method-assign]
+    one.update(batch(), LOSSES[0])
+    assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(8))  # type: ignore[call-overload]
+    assert seen[:3] != seen[3:]
+    assert one.version == 1 and one.optimizer.steps == 6
+
+
+def test_first_update_has_ratio_one() -> None:
+    one = learner(plan=UpdatePlan(token_budget=16))
+    data = batch()
+    with torch.no_grad():
+        own = one.model.outputs(data)["log_probs"].numpy()
+    mask = data.ragged("response_mask")
+    log_probs = np.zeros(len(mask.values), np.float32)
+    log_probs[mask.values] = own
+    one.update(data.with_columns(log_probs=mask.like(log_probs)), ppo_clip.bind(clip=0.2))
+    means = one.context.metrics.means()
+    assert means["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert means["clipped"] == 0.0
+
+
+def test_an_update_moves_only_what_is_not_frozen() -> None:
+    one = learner(freeze=("embed*", "layers.0.*"))
+    before = {name: p.detach().clone() for name, p in one.model.named_parameters()}
+    one.update(batch(), LOSSES[0])
+    moved = {name for name, p in one.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved and not any(name.startswith(("decoder.embed", "decoder.layers.0.")) for name in moved)
+
+
+@columns(reads=("advantages",))
+def broken(outputs: dict, columns: dict) -> Loss:
+    terms = outputs["log_probs"] * columns["advantages"]
+    return Loss(torch.where(columns["row_index"] == 0, torch.nan, terms), {})
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step() -> None:
+    one = learner()
+    before = [p.detach().clone() for p in one.model.parameters()]
+    with pytest.raises(NonFiniteError, match=r"loss broken is nan in update 0, samples 0, 1"):
+        one.update(batch(2), broken.bind())
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+def test_a_batch_without_action_steps_is_counted_as_skipped() -> None:
+    one, data = learner(), batch()
+    nothing = data.with_columns(response_mask=data.ragged("response_mask").like(np.zeros(len(data.ragged("tokens").values), bool)))
+    one.update(nothing, LOSSES[0])
+    assert one.context.metrics.means() == {"updates_skipped": 1.0}
+    assert one.optimizer.steps == 0
+
+
+def test_values_stand_before_their_token_and_nothing_is_bootstrapped() -> None:
+    one, data = learner("critic", UpdatePlan(token_budget=12)), batch()
+    torch.nn.init.normal_(one.model.head.weight)
+    out = one.compute_values(data)
+    mask = data.ragged("response_mask").values
+    with torch.no_grad():
+        expected = one.model.outputs(data)["values"].numpy()
+    np.testing.assert_allclose(out["values"].values[mask], expected, rtol=1e-4, atol=1e-5)
+    assert (out["values"].values[~mask] == 0).all() and (out["bootstrap_values"] == 0).all()
+
+
+def test_resume_is_bit_exact() -> None:
+    plan = UpdatePlan(minibatches=2, epochs=2)
+    straight, first = learner(plan=plan), learner(plan=plan)
+    for seed in range(4):
+        straight.update(batch(seed=seed), LOSSES[0])
+    for seed in range(2):
+        first.update(batch(seed=seed), LOSSES[0])
+    resumed = learner(plan=plan)
+    resumed.load_state_dict(first.state_dict())
+    for seed in range(2, 4):
+        resumed.update(batch(seed=seed), LOSSES[0])
+    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))

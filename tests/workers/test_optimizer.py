@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch import nn
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, learning_rate_scale
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def step(module: nn.Module, optimizer: Optimizer, parts: int = 1) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(8, 4).to(next(module.parameters()).dtype)
+    optimizer.zero_grad()
+    for part in x.chunk(parts):
+        (module(part).float().square().sum() / len(x)).backward()
+    optimizer.clip()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8536, 0.5, 0.1464]),
+    ],
+)
+def test_schedules(schedule: str, expected: list[float]) -> None:
+    config = OptimizerConfig(warmup_steps=2, schedule=schedule)
+    assert [learning_rate_scale(config, s, 6) for s in range(6)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_fp32_equals_torch() -> None:
+    ours, theirs = net(), net()
+    optimizer = Optimizer(ours, OptimizerConfig(lr=0.01, weight_decay=0.1, max_grad_norm=0.5), 10)
+    matrices = [p for p in theirs.parameters() if p.dim() >= 2]
+    others = [p for p in theirs.parameters() if p.dim() < 2]
+    reference = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], 0.01, weight_decay=0.1)
+    for _ in range(3):
+        step(ours, optimizer)
+        torch.manual_seed(1)
+        reference.zero_grad()
+        (theirs(torch.randn(8, 4)).square().sum() / 8).backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_bf16_masters_collect_small_steps() -> None:
+    """A step far below bf16's resolution is lost without masters; with them many of them add up."""
+    module = net(torch.bfloat16)
+    before = module[0].weight.detach().clone()
+    optimizer = Optimizer(module, OptimizerConfig(lr=1e-5), 1000)
+    for _ in range(200):
+        step(module, optimizer)
+    moved = (optimizer.masters["0.weight"] - before.float()).abs().mean()
+    assert 1e-3 < float(moved) < 2.1e-3
+    assert (module[0].weight != before).any()
+    torch.testing.assert_close(module[0].weight, optimizer.masters["0.weight"].bfloat16(), rtol=0, atol=0)
+
+
+def test_bf16_gradients_of_microbatches_add_up_in_fp32() -> None:
+    whole, split = net(torch.bfloat16), net(torch.bfloat16)
+    for module, parts in ((whole, 1), (split, 8)):
+        optimizer = Optimizer(module, OptimizerConfig(lr=0.0001), 10)
+        step(module, optimizer, parts)
+        assert all(master.grad.dtype == torch.float32 for master in optimizer.masters.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_is_bit_exact(dtype: torch.dtype) -> None:
+    straight, first = net(dtype), net(dtype)
+    config = OptimizerConfig(lr=0.01, schedule="cosine", warmup_steps=2)
+    one, two = Optimizer(straight, config, 6), Optimizer(first, config, 6)
+    for _ in range(6):
+        step(straight, one)
+    for _ in range(3):
+        step(first, two)
+    resumed = net(dtype)
+    resumed.load_state_dict(first.state_dict())
+    three = Optimizer(resumed, config, 6)
+    three.load_state_dict(two.state_dict())
+    for _ in range(3):
+        step(resumed, three)
+    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_parameters_do_not_move() -> None:
+    module = net()
+    before = module[0].weight.detach().clone()
+    optimizer = Optimizer(module, OptimizerConfig(lr=0.1, freeze=("0.*",)), 10)
+    step(module, optimizer)
+    assert torch.equal(module[0].weight, before)
+    assert set(optimizer.masters) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize(("patterns", "message"), [(("layers.*",), "matches no parameter"), (("*",), "freeze every parameter")])
+def test_freeze_patterns_that_make_no_sense(patterns: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Optimizer(net(), OptimizerConfig(freeze=patterns), 10)
