@@ -18,7 +18,7 @@ Series = NDArray[np.float64]
 
 LINES = ("reward/mean", "episode_return/mean")
 DIAGNOSTICS = ("kl", "response_length/mean", "entropy", "tokens_per_s", "env_steps_per_s", "grad_norm")
-SHOWN = {"step", *LINES, *DIAGNOSTICS, *TIME_SPLIT, "eval/score", "eval/low", "eval/high"}
+SHOWN = {"step", *LINES, *DIAGNOSTICS, *TIME_SPLIT, "time/step_s", "eval/score", "eval/low", "eval/high", "eval/count"}
 MAX_POINTS = 1500
 MAX_BARS = 50
 SPLIT_COLORS = {

@@ -17,19 +17,18 @@ from hybridflow.telemetry.result import wilson_interval
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.telemetry.tracker import Tracker
 
-# the page's own script asks for nothing; this one watches that the browser had nothing to refuse, and opens every part
-WATCH = """<script>addEventListener("securitypolicyviolation", e => document.documentElement.dataset.refused = e.blockedURI);
-addEventListener("error", e => document.documentElement.dataset.failed = e.message);
+# the page's own script asks for nothing; this one notes what the browser refused, and opens every part
+WATCH = """<script>const page = document.documentElement.dataset;
+addEventListener("securitypolicyviolation", event => page.refused = event.blockedURI);
+addEventListener("error", event => page.failed = event.message);
 addEventListener("load", () => {
   document.querySelectorAll("details").forEach(part => part.open = true);
   const fetched = performance.getEntriesByType("resource").filter(entry => !entry.name.startsWith("data:"));
-  document.documentElement.dataset.fetched = fetched.length;
+  page.fetched = fetched.length;
 });</script>"""
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --window-size=1280,2000 --virtual-time-budget=5000"
-).split()
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=5000"]
 
 
 def make_run(path: Path, algorithm: str, steps: int) -> Path:
