@@ -107,6 +107,7 @@ def _line(runs: Sequence[Run], key: str) -> Chart | None:
     traces = [trace for run, steps, values in drawn for trace in _points_and_average(run, steps, values)]
     title = _sentence(metric.label) if key in METRICS else key
     axes = _axes(metric.title, [steps for _, steps, _ in drawn])
+    axes["yaxis"] |= _range_of_constant(np.concatenate([values for _, _, values in drawn]))
     return Chart(title, _sentence(metric.meaning), traces, axes | {"showlegend": len(runs) > 1})
 
 
@@ -205,6 +206,14 @@ def _axes(title: str, steps: Sequence[Series]) -> dict[str, Any]:
     span = max(s.max() for s in steps) - min(s.min() for s in steps)
     whole = {"dtick": 1} if span <= 8 else {}  # no ticks between steps
     return {"xaxis": {"title": {"text": "step"}, **whole}, "yaxis": {"title": {"text": html.escape(title)}}}
+
+
+def _range_of_constant(values: Series) -> dict[str, Any]:
+    """plotly would show a constant learning rate of 1e-5 between -1 and 1."""
+    value = float(values[0])
+    if value == 0 or not np.allclose(values, value, rtol=1e-9, atol=0):
+        return {}
+    return {"range": sorted([value * 0.5, value * 1.5])}
 
 
 def _short(values: Series) -> list[float]:

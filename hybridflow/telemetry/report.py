@@ -154,7 +154,10 @@ def _stats(run: Run) -> Iterator[str]:
             count = max(1, len(values) // 10)
             first, last = statistics.fmean(values[:count]), statistics.fmean(values[-count:])
             under = "first and last step" if count == 1 else f"mean of the first and last {count} steps"
-            yield _stat(METRICS[key].label, f"{format_number(first)} → {format_number(last)}", under)
+            if len(values) == 1:
+                yield _stat(METRICS[key].label, format_number(first), "of one step")
+            else:
+                yield _stat(METRICS[key].label, f"{format_number(first)} → {format_number(last)}", under)
     evaluated = [record for record in run.records if record.get("eval/score") is not None]
     if evaluated:
         ends = evaluated if len(evaluated) == 1 else [evaluated[0], evaluated[-1]]

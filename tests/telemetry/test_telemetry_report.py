@@ -145,6 +145,15 @@ def test_mistakes_are_told_in_one_line(runs: list[Path], tmp_path: Path) -> None
         assert "\n" not in str(error.value)
 
 
+def test_a_single_step_and_a_constant(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "seed = 1\n")
+    run.metrics.write_text('{"step": 1, "episode_return/mean": 21, "learning_rate": 1e-05}\n')
+    text = write_report([run.path], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<b>21</b>" in text and "1 step<" in text
+    rate = next(chart for chart in charts_of(text) if chart["layout"]["yaxis"]["title"]["text"] == "learning rate")
+    assert rate["layout"]["yaxis"]["range"] == pytest.approx([5e-6, 1.5e-5])
+
+
 def test_smoothing() -> None:
     assert [smoothing_span(count) for count in (1, 19, 20, 400, 9000)] == [1, 1, 2, 40, 50]
     np.testing.assert_allclose(smooth(np.array([3.0, 5.0]), 1), [3, 5])
