@@ -1,4 +1,4 @@
-"""One thread for torch, here and in child processes: these networks are small, and waiting threads cost more than they give."""
+"""Torch runs on one thread, here and in child processes: for small networks, waiting threads cost more than they give."""
 
 import os
 
