@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from hybridflow.core.batch import Batch, Ragged, objects
+from hybridflow.core.batch import Batch, Column, Ragged, objects
 from hybridflow.core.config import Config
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import generator
@@ -42,7 +42,7 @@ class DataConfig(Config):
 
     task: str | None = None
     """built-in task: addition, reverse, sort or reasoning_gym:NAME"""
-    options: dict[str, bool | int | float | str] = {}
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """options of the task, such as digits = 2"""
     prompts: str | None = None
     """file of prompts: .jsonl, .csv or .parquet"""
@@ -64,13 +64,14 @@ class DataConfig(Config):
     @field_validator("template")
     @classmethod
     def _check_template(cls, template: str) -> str:
-        return Template(template).kind
+        if template not in ("plain", "chat") and "{prompt}" not in template:
+            raise ValueError(f'{template!r} is none of "plain", "chat" or a text that contains {{prompt}}')
+        return template
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.task is None) == (self.prompts is None):
-            found = "neither" if self.task is None else f"task = {self.task!r} and prompts = {self.prompts!r}"
-            raise ValueError(f"expected either task or prompts, found {found if self.task is None else 'both: ' + found}")
+            raise ValueError(f"give either a task or prompts; found {'neither' if self.task is None else 'both'}")
         if self.task is None and self.options:
             raise ValueError(f"options belong to a task, but prompts are given; remove {', '.join(self.options)}")
         if self.task is not None and self.eval_prompts is not None:
@@ -120,9 +121,7 @@ class PromptSource:
         self.records = [records[i] for i in kept]
         self.num_skipped = len(records) - len(kept)
         if not kept:
-            raise DataError(
-                f"all {len(records)} prompts have more than {max_prompt_tokens} tokens; raise max_prompt_tokens"
-            )
+            raise DataError(f"all {len(records)} prompts have more than {max_prompt_tokens} tokens; raise the limit")
         self._prompts = Ragged.from_rows(prompts, np.int64)
         self._texts = objects(last_user_text(record.prompt) for record in self.records)
         self._fields = objects(record.fields for record in self.records)
@@ -130,6 +129,11 @@ class PromptSource:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self._prompts.lengths.max())
 
     def batch(self, step: int, num_prompts: int, group_size: int = 1) -> Batch:
         """The prompts of a step [num_prompts * group_size]: each ``group_size`` times side by side, under one group_id."""
@@ -162,9 +166,7 @@ class PromptSource:
         texts = [record.completion for record in self.records if record.completion is not None]
         if len(texts) < len(self):
             missing = next(i for i, record in enumerate(self.records) if record.completion is None)
-            raise DataError(
-                f"{_name(missing, self.records[missing])} has no completion; fine-tuning needs one for every prompt"
-            )
+            raise DataError(f"{_name(missing, self.records[missing])} has no completion; fine-tuning needs one for each")
         end = self._tokenizer.eos_token_ids[0]
         encoded: list[list[int]] = []
         for start in range(0, len(texts), _CHUNK):
@@ -178,8 +180,8 @@ class PromptSource:
         return np.array([orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)], np.int64)
 
     def _batch(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> Batch:
-        columns = {"prompt": self._prompts.rows(rows), "prompt_text": self._texts[rows], "fields": self._fields[rows]}
-        return Batch({"sample_id": groups, "group_id": groups, **columns})
+        columns: dict[str, Column] = {"sample_id": groups, "group_id": groups, "prompt": self._prompts.rows(rows)}
+        return Batch(columns | {"prompt_text": self._texts[rows], "fields": self._fields[rows]})
 
 
 def read_records(path: Path, prompt_field: str = "prompt", completion_field: str | None = None) -> list[PromptRecord]:
@@ -284,9 +286,7 @@ def _read_jsonl(path: Path) -> Rows:
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
             if not isinstance(row, dict):
-                raise DataError(
-                    f'{path}:{number}: is a {type(row).__name__}, expected an object such as {{"prompt": "..."}}'
-                )
+                raise DataError(f'{path}:{number}: is a {type(row).__name__}, expected an object, {{"prompt": "..."}}')
             yield f"{path}:{number}", row
 
 
