@@ -137,8 +137,7 @@ def test_tasks_that_cannot_be(name, options, message):
 
 def test_reasoning_gym_missing_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "hybridflow.data.reasoning", raising=False)
-    monkeypatch.setattr(sys.modules["hybridflow.data"], "reasoning", None, raising=False)
-    monkeypatch.delattr(sys.modules["hybridflow.data"], "reasoning")
+    monkeypatch.delattr("hybridflow.data.reasoning", raising=False)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(DataError, match=r'needs reasoning-gym; pip install "hybridflow\[tasks\]"'):
         load_task("reasoning_gym:leg_counting", {}, 0)
