@@ -22,6 +22,7 @@ __all__ = [
     "gae",
     "greedy_baseline",
     "group_centred",
+    "kl_into_scores",
     "kl_penalty",
     "leave_one_out",
     "n_step_returns",
@@ -97,6 +98,15 @@ def kl_penalty(batch: Batch, coef: float, kind: KLKind = "k1") -> dict[str, Ragg
     steps = _Steps(batch)
     kl = estimate_kl(steps.packed("log_probs"), steps.packed("ref_log_probs"), kind)
     return {"rewards": steps.column(steps.packed("rewards") - coef * kl)}
+
+
+@columns(reads=("scores", "log_probs", "ref_log_probs", "response_mask"), writes=("scores",))
+def kl_into_scores(batch: Batch, coef: float, kind: KLKind = "k1") -> dict[str, Array]:
+    """score - coef · KL(sampling policy || reference), summed over the row: for estimators that compare whole responses."""
+    steps = _Steps(batch)
+    kl = estimate_kl(steps.packed("log_probs"), steps.packed("ref_log_probs"), kind)
+    sums = np.bincount(steps.row_index, kl, len(batch))
+    return {"scores": (batch["scores"].astype(np.float64) - coef * sums).astype(np.float32)}
 
 
 @columns(reads=("scores", "response_mask"), writes=("scores",))
