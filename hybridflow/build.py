@@ -1,7 +1,8 @@
 """The composition root: a configuration becomes roles, and roles become a trainer.
 
 An algorithm's constructor names the parts that it needs (actor, critic, estimator, scorers, ...); ``TextParts`` and
-``EnvironmentParts`` know how to make each. Cheap things come first, so that a wrong path or reward is told before any model loads.
+``EnvironmentParts`` know how to make each. Cheap things come first, so that a wrong path or reward is told before any
+model loads.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig
 from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm, Role
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, Replay
-from hybridflow.rollout.schedule import Source, Synchronous
+from hybridflow.rollout.schedule import Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
@@ -35,9 +37,10 @@ class Parts(Protocol):
     ``source`` is what rollouts start from; ``evaluate`` is None where nothing can be evaluated.
     """
 
-    source: Source
-    evaluate: Callable[[], Evaluation] | None
+    @property
+    def evaluate(self) -> Callable[[], Evaluation] | None: ...
 
+    def source(self, step: int, /) -> Batch: ...
     def makers(self) -> Mapping[str, Callable[[], Any]]: ...
     def export(self, folder: Path) -> None: ...
 
@@ -82,8 +85,9 @@ def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
 
 
 def _algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:
-    algorithm = ALGORITHMS[config.algorithm].algorithm
+    algorithm: Any = ALGORITHMS[config.algorithm].algorithm
     names = [name for name in inspect.signature(algorithm).parameters if name != "config"]
     # Scorers first: they are quick to make, and a wrong reward should not wait for a model to load.
     made = {name: makers[name]() for name in sorted(names, key=lambda name: name != "scorers")}
-    return algorithm(config.method, **made)
+    made_algorithm: Algorithm = algorithm(config.method, **made)
+    return made_algorithm

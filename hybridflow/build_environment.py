@@ -57,9 +57,15 @@ class EnvironmentParts:
     def critic(self) -> Any:
         build = partial(_critic_networks, self.spaces, self.config.critic.net, self.config.seed)
         networks = Networks(build, "value", ("observations",))
-        return self.runtime.role(Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)}))
+        return self.runtime.role(
+            Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
+        )
 
-    def evaluate(self) -> Evaluation:
+    @property
+    def evaluate(self) -> Callable[[], Evaluation]:
+        return self._evaluate
+
+    def _evaluate(self) -> Evaluation:
         """Mean return of whole episodes under the greedy policy."""
         returns = self.actor.sampler.evaluate(self.config.evaluation.limit)
         return Evaluation(*mean_interval(returns), len(returns))

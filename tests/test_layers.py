@@ -47,7 +47,7 @@ def layer_files() -> list[tuple[str, Path]]:
     return files
 
 
-@pytest.mark.parametrize(("layer", "path"), layer_files(), ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(("layer", "path"), layer_files(), ids=str)
 def test_layers_import_only_what_is_below_them(layer: str, path: Path) -> None:
     used = {name.split(".")[1] for name in imports(path) if name.startswith("hybridflow.")}
     assert used <= LAYERS[layer] | {layer}

@@ -207,7 +207,7 @@ class Fn:
     @property
     def per(self) -> Per:
         per = self.declared.per
-        return per(self.declared.defaults | self.params) if callable(per) else per
+        return per({**self.declared.defaults, **self.params}) if callable(per) else per
 
     @property
     def on(self) -> Literal["outputs", "networks"]:

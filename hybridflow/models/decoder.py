@@ -167,8 +167,9 @@ def rope_tables(spec: DecoderSpec, length: int, device: torch.device) -> tuple[T
 
 
 def init_weights(decoder: Decoder, generator: torch.Generator) -> None:
-    """Fresh weights: normal, std 0.02, output projections scaled by 1 / sqrt(2 layers) (Radford et al. 2019)."""
-    scaled = 0.02 / math.sqrt(2 * decoder.spec.num_layers)
+    """Fresh weights: normal, std sqrt(2 / 5D) ("small init", Nguyen and Salazar 2019), so that narrow models start as alive
+    as wide ones; projections back into the residual are scaled by 1 / sqrt(2 layers) (Radford et al. 2019)."""
+    std = math.sqrt(2 / (5 * decoder.spec.hidden_size))
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if name.endswith("norm.weight"):
@@ -176,5 +177,6 @@ def init_weights(decoder: Decoder, generator: torch.Generator) -> None:
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                std = scaled if name.endswith(("out.weight", "down.weight")) else 0.02
-                parameter.normal_(0.0, std, generator=generator)
+                residual = name.endswith(("out.weight", "down.weight"))
+                scale = 1 / math.sqrt(2 * decoder.spec.num_layers) if residual else 1.0
+                parameter.normal_(0.0, std * scale, generator=generator)

@@ -32,7 +32,7 @@ class RunDirectory:
         """Make the folder and write ``config.toml``. CheckpointError if the folder is in use."""
         run = RunDirectory(Path(path))
         try:
-            _refuse_used(run)
+            RunDirectory.refuse_used(run.path)
             run.path.mkdir(parents=True, exist_ok=True)
             write_whole(run.config, config_toml.encode())
             run.checkpoints.mkdir()
@@ -40,6 +40,22 @@ class RunDirectory:
         except OSError as error:
             raise CheckpointError(f"run_dir {path}: can't be made ({error.strerror}); choose another run_dir") from None
         return run
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        """CheckpointError if the folder holds a run, or anything else."""
+        run = RunDirectory(path)
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"run_dir {path}: is a file, expected a folder; choose another run_dir")
+        if run.config.exists():
+            hint = "continue it with --resume or choose another run_dir"
+            raise CheckpointError(f"run_dir {path}: holds a run already; {hint}")
+        others = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+        # a kill before config.toml was written leaves these, empty
+        others = [name for name in others if name not in ("checkpoints", "tensorboard", "config.toml.tmp")]
+        if others:
+            found = f"holds other files ({others[0]}, {len(others)} in all) and no run"
+            raise CheckpointError(f"run_dir {path}: {found}; choose another run_dir")
 
     @staticmethod
     def open(path: Path) -> RunDirectory:
@@ -84,19 +100,3 @@ class RunDirectory:
         keep_until(self.metrics, step)
         keep_until(self.samples, step)
         keep_events_until(self.timeline, step)
-
-
-def _refuse_used(run: RunDirectory) -> None:
-    if run.path.exists() and not run.path.is_dir():
-        raise CheckpointError(f"run_dir {run.path}: is a file, expected a folder; choose another run_dir")
-    if run.config.exists():
-        raise CheckpointError(
-            f"run_dir {run.path}: holds a run already; continue it with --resume or choose another run_dir"
-        )
-    # a kill while config.toml was written leaves config.toml.tmp
-    entries = run.path.iterdir() if run.path.exists() else ()
-    others = sorted(entry.name for entry in entries if entry.name != "config.toml.tmp")
-    if others:
-        raise CheckpointError(
-            f"run_dir {run.path}: holds other files ({others[0]}, {len(others)} in all) and no run; choose another run_dir"
-        )

@@ -59,7 +59,7 @@ class Optimizer:
         self.masters = {name: _master(parameter) for name, parameter in self.parameters.items()}
         decayed = [master for master in self.masters.values() if master.dim() >= 2]
         others = [master for master in self.masters.values() if master.dim() < 2]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         betas = (config.beta1, config.beta2)
         self.adamw = torch.optim.AdamW(groups, config.lr, betas, config.eps, config.weight_decay, fused=True)
 
@@ -129,5 +129,5 @@ def _master(parameter: nn.Parameter) -> Tensor:
         master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(accumulate)
+    parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
     return master

@@ -84,7 +84,7 @@ def test_a_worker_that_breaks_the_contract_is_stopped(fault: str, error: type[Ex
 
 def test_a_missing_column_names_role_and_verb() -> None:
     worker = LocalRuntime().role(Role("twice", Doubler))
-    with pytest.raises(ContractError, match="twice.double reads scores; the batch has terminated"):
+    with pytest.raises(ContractError, match=r"twice\.double reads scores; the batch has terminated"):
         worker.double(batch().select(["terminated"]))
 
 

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch, Ragged, objects
 from hybridflow.core.errors import ContractError
 
+INT_ROW = Ragged.from_rows([[1]], np.int64)
+
 
 def example() -> Batch:
     return Batch(
@@ -62,7 +64,7 @@ def test_concat_restores_a_split_and_refuses_other_columns() -> None:
         ({"tokens": np.zeros(2, np.int64)}, "on the time axis"),
         ({"scores": Ragged.from_rows([[1.0]], np.float32)}, "on the row axis"),
         ({"sample_id": np.zeros(2, np.int64), "scores": np.zeros(3, np.float32)}, "3 rows, expected 2"),
-        ({"tokens": Ragged.from_rows([[1]], np.int64), "log_probs": Ragged.from_rows([[1, 2]], np.float32)}, "different lengths"),
+        ({"tokens": INT_ROW, "log_probs": Ragged.from_rows([[1, 2]], np.float32)}, "different lengths"),
         ({}, "needs num_rows"),
     ],
 )

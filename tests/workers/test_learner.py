@@ -23,12 +23,11 @@ def decoder() -> Decoder:
     return model
 
 
-def learner(kind: str = "policy", plan: UpdatePlan = UpdatePlan(), lr: float = 0.01, freeze: tuple[str, ...] = ()) -> Learner:  # noqa: B008
+def learner(kind: str = "policy", plan: UpdatePlan = UpdatePlan(), freeze: tuple[str, ...] = ()) -> Learner:  # noqa: B008
     build = (lambda: {"policy": TextPolicy(decoder())}) if kind == "policy" else (lambda: {"value": TextCritic(decoder())})
     networks = Networks(build, kind if kind == "policy" else "value", ("tokens",))
-    return Learner(
-        WorkerContext(), networks=networks, optimizer=OptimizerConfig(lr=lr, freeze=freeze), plan=plan, total_steps=10, seed=1
-    )
+    optimizer = OptimizerConfig(lr=0.01, freeze=freeze)
+    return Learner(WorkerContext(), networks=networks, optimizer=optimizer, plan=plan, total_steps=10, seed=1)
 
 
 def batch(num_rows: int = 8, seed: int = 0) -> Batch:
@@ -49,6 +48,11 @@ def batch(num_rows: int = 8, seed: int = 0) -> Batch:
             "values": like(rng.normal(size=total).astype(np.float32)),
         }
     )
+
+
+def without_actions(data: Batch) -> Batch:
+    mask = data.ragged("response_mask")
+    return data.with_columns(response_mask=mask.like(np.zeros_like(mask.values)))
 
 
 def gradients(one: Learner, data: Batch, loss: Fn) -> dict[str, torch.Tensor]:
@@ -99,25 +103,24 @@ def test_gradients_do_not_depend_on_row_order_or_masked_garbage(kind: str) -> No
 
 def test_fully_masked_rows_have_no_part() -> None:
     clean = batch()
-    extra = batch(3, seed=5)
-    masked = extra.with_columns(response_mask=extra.ragged("response_mask").like(np.zeros(len(extra.ragged("tokens").values), bool)))
-    together = Batch.concat([clean, masked])
+    together = Batch.concat([clean, without_actions(batch(3, seed=5))])
     for loss in LOSSES:
         assert_same(gradients(learner(), clean, loss), gradients(learner(), together, loss))
 
 
 def test_minibatches_are_dealt_by_seed_and_cover_everything() -> None:
-    seen: list[int] = []
+    seen: list[list[int]] = []
     one = learner(plan=UpdatePlan(minibatches=3, epochs=2, token_budget=12))
     original = one._minibatch
 
     def record(units: object, *rest: object) -> None:
-        seen.append(sorted(units.batch["sample_id"].tolist()))  # type: ignore[attr-defined, arg-type]
+        seen.append(units.batch["sample_id"].tolist())  # type: ignore[attr-defined]
         original(units, *rest)  # type: ignore[arg-type]
 
     one._minibatch = record  # type: ignore[method-assign]
     one.update(batch(), LOSSES[0])
-    assert sorted(sum(seen[:3], [])) == sorted(sum(seen[3:], [])) == list(range(8))  # type: ignore[call-overload]
+    first, second = (sorted(i for part in parts for i in part) for parts in (seen[:3], seen[3:]))
+    assert first == second == list(range(8))
     assert seen[:3] != seen[3:]
     assert one.version == 1 and one.optimizer.steps == 6
 
@@ -159,9 +162,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_step() -> None:
 
 
 def test_a_batch_without_action_steps_is_counted_as_skipped() -> None:
-    one, data = learner(), batch()
-    nothing = data.with_columns(response_mask=data.ragged("response_mask").like(np.zeros(len(data.ragged("tokens").values), bool)))
-    one.update(nothing, LOSSES[0])
+    one = learner()
+    one.update(without_actions(batch()), LOSSES[0])
     assert one.context.metrics.means() == {"updates_skipped": 1.0}
     assert one.optimizer.steps == 0
 

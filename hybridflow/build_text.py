@@ -1,0 +1,240 @@
+"""The parts of a run on prompts: a language model as actor, reward functions and a reference as scorers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hybridflow.algorithms import ALGORITHMS
+from hybridflow.config import FreshModel, ModelConfig, RunConfig
+from hybridflow.controller.actor import InPlaceActor
+from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import DataError, ModelError, RewardError
+from hybridflow.core.roles import Role, Scorer
+from hybridflow.core.seeding import torch_generator
+from hybridflow.data.prompts import DataConfig
+from hybridflow.data.tasks import load_data
+from hybridflow.data.text import Tokenizer
+from hybridflow.generation.request import SamplingParams
+from hybridflow.hooks import Evaluation
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextCritic, TextPolicy
+from hybridflow.models.sources import resolve
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import empty_decoder, load_decoder, read_spec, save_decoder
+from hybridflow.rollout.rewards import RewardSpec
+from hybridflow.telemetry.result import mean_interval, wilson_interval
+from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.scorer import ModelScorer, RewardScorer
+from hybridflow.workers.text_sampler import TextSampler
+
+__all__ = ["DecoderSource", "TextParts", "decoder_source"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class DecoderSource:
+    """Where a decoder's weights come from: a folder, or a seed."""
+
+    spec: DecoderSpec
+    folder: Path | None
+    dtype: torch.dtype
+    seed: int
+    activation_checkpointing: bool
+
+    def build(self) -> Decoder:
+        if self.folder is not None:
+            decoder = load_decoder(self.folder, self.dtype)
+        else:
+            decoder = empty_decoder(self.spec, torch.float32)
+            init_weights(decoder, torch_generator(self.seed, "init"))
+            decoder = decoder.to(self.dtype)
+        decoder.activation_checkpointing = self.activation_checkpointing
+        return decoder
+
+
+def decoder_source(model: ModelConfig, seed: int, vocab_size: int | None = None) -> DecoderSource:
+    """The decoder that a section describes; ``vocab_size`` is that of the tokenizer of a fresh model."""
+    folder = None if model.model is None else resolve(model.model)
+    if folder is not None:
+        spec = read_spec(folder)
+    else:
+        assert model.fresh is not None and vocab_size is not None, "validated"
+        spec = fresh_spec(model.fresh, vocab_size)
+    return DecoderSource(spec, folder, DTYPES[model.dtype], seed, model.activation_checkpointing)
+
+
+def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
+    """Sizes of a fresh decoder."""
+    return DecoderSpec(
+        family=fresh.family,
+        vocab_size=vocab_size,
+        hidden_size=fresh.hidden_size,
+        intermediate_size=fresh.intermediate_size or fresh.hidden_size * 8 // 3,
+        num_layers=fresh.num_layers,
+        num_heads=fresh.num_heads,
+        num_kv_heads=fresh.num_kv_heads or fresh.num_heads,
+        head_dim=fresh.hidden_size // fresh.num_heads,
+        max_positions=2048,
+        qkv_bias=fresh.family == "qwen2",
+        qk_norm=fresh.family == "qwen3",
+    )
+
+
+class TextParts:
+    """Makes the roles of a language model, cheap ones first: data, tokenizer and rewards before any weights."""
+
+    def __init__(self, config: RunConfig, data: DataConfig, runtime: LocalRuntime) -> None:
+        self.config, self.runtime = config, runtime
+        self.demonstrates = config.algorithm == "sft"
+        self.task = load_data(data, config.seed, self.demonstrates)
+        self.tokenizer = self._tokenizer()
+        self.prompts = data.source(self.task.train, self.tokenizer, config.seed)
+        self.held_out = data.source(self.task.evaluation, self.tokenizer, config.seed) if self.task.evaluation else None
+        self.decoder = decoder_source(config.actor, config.seed, self.tokenizer.vocab_size)
+        self._check_lengths()
+
+    @property
+    def evaluate(self) -> Callable[[], Evaluation] | None:
+        return self._evaluate if self.held_out is not None and self._reward_specs() else None
+
+    def source(self, step: int) -> Batch:
+        train = self.config.train
+        if self.demonstrates:
+            return self.prompts.demonstrations(step - 1, train.prompts_per_step)
+        return self.prompts.batch(step - 1, train.prompts_per_step, train.group_size)
+
+    def makers(self) -> Mapping[str, Callable[[], Any]]:
+        return {
+            "actor": lambda: self.actor,
+            "critic": self.critic,
+            "scorers": self.scorers,
+            "max_new_tokens": lambda: self.config.generation.max_new_tokens,
+        }
+
+    @cached_property
+    def actor(self) -> InPlaceActor:
+        config, params = self.config, self.sampling_params(self.config.generation.temperature)
+        networks = Networks(partial(_policy, self.decoder, params.temperature), "policy", ("tokens",))
+        learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
+        args = {
+            "tokenizer": self.tokenizer,
+            "params": params,
+            "seed": config.seed,
+            "max_slots": config.generation.max_slots,
+        }
+        return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
+
+    def critic(self) -> Any:
+        networks = Networks(partial(_critic, self._source_like_actor(self.config.critic)), "value", ("tokens",))
+        return self.runtime.role(
+            Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
+        )
+
+    def scorers(self) -> list[Scorer]:
+        """The reward, and the reference if the method needs it."""
+        scorers: list[Scorer] = [self.reward]
+        if ALGORITHMS[self.config.algorithm].algorithm.needs_reference(self.config.method):
+            source = self._source_like_actor(self.config.reference)
+            networks = Networks(partial(_policy, source, self.config.generation.temperature), "policy", ("tokens",))
+            args = {"networks": networks, "token_budget": self.config.train.token_budget}
+            scorers.append(self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"})))
+        return scorers
+
+    @cached_property
+    def reward(self) -> Any:
+        specs = self._reward_specs()
+        if not specs:
+            raise RewardError("no reward: set reward.functions, or use a task, which brings its own")
+        reward = self.runtime.role(Role("reward", RewardScorer, {"specs": specs, "config": self.config.reward}))
+        reward.check(set.intersection(*(set(record.fields) for record in self.task.train)))
+        return reward
+
+    def sampling_params(self, temperature: float) -> SamplingParams:
+        generation = self.config.generation
+        return SamplingParams(
+            generation.max_new_tokens,
+            temperature,
+            generation.top_k,
+            generation.top_p,
+            self.tokenizer.eos_token_ids,
+            generation.stop,
+        )
+
+    def export(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder with its tokenizer."""
+        if self.decoder.folder is not None:
+            self.actor.learner.export(partial(_export, folder=folder, copy_from=self.decoder.folder))
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            self.tokenizer.save(Path(scratch))
+            self.actor.learner.export(partial(_export, folder=folder, copy_from=Path(scratch)))
+
+    def _evaluate(self) -> Evaluation:
+        """Mean score on held-out prompts; of scores that are all 0 or 1, accuracy with Wilson's interval."""
+        assert self.held_out is not None
+        batch = self.held_out.all(self.config.evaluation.limit)
+        batch = self.actor.sampler.rollout(batch, self.sampling_params(self.config.evaluation.temperature))
+        batch = self.reward.score(batch)
+        scores = batch["scores"][~batch["score_failed"]].astype(np.float64)
+        if not len(scores):
+            raise RewardError("evaluation: the reward failed on every held-out prompt")
+        if np.isin(scores, (0.0, 1.0)).all():
+            return Evaluation(float(scores.mean()), *wilson_interval(int(scores.sum()), len(scores)), len(scores))
+        return Evaluation(*mean_interval(scores.tolist()), len(scores))
+
+    def _reward_specs(self) -> tuple[RewardSpec, ...]:
+        own = (RewardSpec(self.task.reward),) if self.task.reward else ()
+        return self.config.reward.specs() or own
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.config.actor.model is not None:
+            return Tokenizer.load(resolve(self.config.actor.model))
+        if self.task.alphabet is None:
+            raise DataError("[actor.fresh] needs a task with an alphabet (addition, reverse, sort); or set actor.model")
+        return Tokenizer.characters(self.task.alphabet)
+
+    def _source_like_actor(self, model: ModelConfig) -> DecoderSource:
+        """The section's own model, or the actor's first weights."""
+        if model.model is None and model.fresh is None:
+            own = {"model": self.config.actor.model, "fresh": self.config.actor.fresh}
+            model = model.model_copy(update=own)
+        source = decoder_source(model, self.config.seed, self.tokenizer.vocab_size)
+        if source.spec.vocab_size != self.decoder.spec.vocab_size:
+            raise ModelError(
+                f"{model.model}: has {source.spec.vocab_size} tokens, but the actor {self.decoder.spec.vocab_size}; "
+                "critic and reference read the actor's tokens, so they need the same tokenizer"
+            )
+        return source
+
+    def _check_lengths(self) -> None:
+        """A prompt and its longest response must fit the model, before it loads."""
+        longest, limit = self.prompts.longest, self.decoder.spec.max_positions
+        if longest + self.config.generation.max_new_tokens > limit:
+            raise DataError(
+                f"the longest prompt has {longest} tokens; with generation.max_new_tokens = "
+                f"{self.config.generation.max_new_tokens} that is over the model's {limit} positions; "
+                "set data.max_prompt_tokens and data.on_long_prompt, or lower max_new_tokens"
+            )
+
+
+def _policy(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:
+    return {"policy": TextPolicy(source.build(), temperature)}
+
+
+def _critic(source: DecoderSource) -> dict[str, nn.Module]:
+    return {"value": TextCritic(source.build())}
+
+
+def _export(policy: TextPolicy, folder: Path, copy_from: Path) -> None:
+    save_decoder(policy.decoder, folder, copy_from=copy_from)
