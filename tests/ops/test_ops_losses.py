@@ -184,14 +184,7 @@ def slow_ppo(outputs, columns, clip, clip_high, entropy_coef, kl_coef, aggregati
 @given(seed=seeds)
 def test_ppo_equals_the_formula_written_step_by_step(aggregation, seed):
     outputs, columns = random_inputs(seed, dtype=torch.float64)
-    params = {
-        "clip": 0.2,
-        "clip_high": 0.3,
-        "entropy_coef": 0.1,
-        "kl_coef": 0.2,
-        "aggregation": aggregation,
-        "max_tokens": 9,
-    }
+    params = {"clip": 0.2, "clip_high": 0.3, "entropy_coef": 0.1, "kl_coef": 0.2, "max_tokens": 9}
     fn = ppo_clip.bind(**params, aggregation=aggregation)
     loss = fn(outputs, columns).terms.sum() / normaliser(fn, columns)
     assert loss.item() == pytest.approx(slow_ppo(outputs, columns, **params, aggregation=aggregation), rel=1e-12)
