@@ -5,7 +5,7 @@ which worker class to build, with which arguments, under which name. ``runtime.r
 worker's own type: an algorithm calls ``critic.compute_values(batch)`` and can't tell a worker in this process from a group
 of processes elsewhere. Functions that travel to workers (losses, estimators) are *declared* in the same way:
 
-    @columns(reads=("rewards", "response_mask"), writes=("returns",))
+    @columns(reads=("rewards", "response_mask"), writes=("advantages", "returns"))
     def discounted_returns(batch, gamma): ...
 
     fn = discounted_returns.bind(gamma=0.99)

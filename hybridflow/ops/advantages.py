@@ -188,10 +188,9 @@ def whiten(batch: Batch) -> dict[str, Ragged]:
     Equal advantages, and a single one, become 0.
     """
     steps = _Steps(batch)
-    advantages = steps.packed("advantages")
-    if advantages.size == 0 or advantages.min() == advantages.max():
-        return {"advantages": steps.column(np.zeros_like(advantages))}
-    return {"advantages": steps.column((advantages - advantages.mean()) / (advantages.std() + 1e-8))}
+    advantages, count = steps.packed("advantages"), max(len(steps.row_index), 1)
+    centred = advantages - advantages.sum() / count  # exactly 0 for equal values: fp32 values add up exactly in fp64
+    return {"advantages": steps.column(centred / (np.sqrt((centred**2).sum() / count) + 1e-8))}
 
 
 class _Groups:

@@ -12,6 +12,7 @@ from hybridflow.ops.advantages import (
     gae,
     greedy_baseline,
     group_centred,
+    kl_into_scores,
     kl_penalty,
     leave_one_out,
     n_step_returns,
@@ -25,6 +26,7 @@ ESTIMATORS = [
     score_rewards.bind(),
     kl_penalty.bind(coef=0.3),
     kl_penalty.bind(coef=0.3, kind="k3"),
+    kl_into_scores.bind(coef=0.3),
     overlong_penalty.bind(max_tokens=5, buffer_tokens=3, penalty=0.5),
     gae.bind(gamma=0.9, lam=0.8),
     discounted_returns.bind(gamma=0.9),
@@ -94,6 +96,11 @@ def test_kl_penalty_by_hand():
     batch = batch_of([[0, 1, 1]], rewards=[[5, 0, 1]], log_probs=[[0, -1, -2]], ref_log_probs=[[0, -1.5, -1]])
     assert rows_of(kl_penalty(batch, coef=0.5)["rewards"]) == [[0, -0.25, 1.5]]
     assert rows_of(kl_penalty(batch, coef=0.5, kind="k2")["rewards"]) == [[0, -0.0625, 0.75]]
+
+
+def test_kl_into_scores_sums_over_the_row():
+    batch = batch_of([[0, 1, 1], [1]], scores=[2, 1], log_probs=[[9, -1, -2], [0]], ref_log_probs=[[0, -2, -4], [0]])
+    assert kl_into_scores(batch, coef=0.5)["scores"].tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(4, 1.0), (6, 1.0), (7, 0.75), (8, 0.5), (10, 0.0), (15, 0.0)])
