@@ -86,6 +86,7 @@ def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
         num_kv_heads=fresh.num_kv_heads or fresh.num_heads,
         head_dim=fresh.hidden_size // fresh.num_heads,
         max_positions=2048,
+        rope_theta=fresh.rope_theta,
         qkv_bias=fresh.family == "qwen2",
         qk_norm=fresh.family == "qwen3",
     )

@@ -38,6 +38,8 @@ class FreshModel(Config):
     """fewer than num_heads for grouped-query attention; the same when left out"""
     intermediate_size: int | None = Field(None, gt=0)
     """of the gated MLP; 8/3 hidden_size when left out"""
+    rope_theta: float = Field(10_000.0, gt=1)
+    """base of the rotary wavelengths; about the longest sequence for models of short ones"""
 
 
 class ModelConfig(Config):

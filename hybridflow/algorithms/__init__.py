@@ -13,16 +13,24 @@ __all__ = ["ALGORITHMS", "Method"]
 
 
 class Method(NamedTuple):
-    """An algorithm, its section, and what it can be run on ("data": prompts, "environment")."""
+    """An algorithm, its section, what it can be run on ("data": prompts, "environment"), and what it is."""
 
     algorithm: type[Algorithm]
     config: type[Config]
     inputs: tuple[str, ...]
+    summary: str
 
 
 ALGORITHMS: dict[str, Method] = {
-    "sft": Method(SFT, SFTConfig, ("data",)),
-    "grpo": Method(GRPO, GRPOConfig, ("data",)),
-    "ppo": Method(PPO, PPOConfig, ("data", "environment")),
-    "dqn": Method(DQN, DQNConfig, ("environment",)),
+    "sft": Method(SFT, SFTConfig, ("data",), "supervised fine-tuning on demonstrations"),
+    "grpo": Method(
+        GRPO,
+        GRPOConfig,
+        ("data",),
+        "group-relative policy optimisation; RLOO, Dr. GRPO, DAPO, GSPO and CISPO by its switches",
+    ),
+    "ppo": Method(
+        PPO, PPOConfig, ("data", "environment"), "proximal policy optimisation with a critic, for tokens and environments"
+    ),
+    "dqn": Method(DQN, DQNConfig, ("environment",), "deep Q-learning with replay, double by default"),
 }

@@ -20,6 +20,8 @@ class DQNConfig(Config):
     """discount per step"""
     double: bool = True
     """the online network chooses the next action, the target network values it"""
+    huber_delta: float = Field(1.0, gt=0)
+    """temporal-difference errors beyond this count linearly, smaller ones squared"""
     target_update_every: int = Field(250, ge=1)
     """updates between two moves of the target network"""
     tau: float = Field(1.0, gt=0, le=1)
@@ -37,7 +39,7 @@ class DQN(Algorithm):
 
     def __init__(self, config: DQNConfig, actor: QActor) -> None:
         self.config, self.actor = config, actor
-        self.loss = dqn_loss.bind(gamma=config.gamma, double=config.double)
+        self.loss = dqn_loss.bind(gamma=config.gamma, double=config.double, huber_delta=config.huber_delta)
         self.num_updates = 0
 
     def rollout(self, source: Batch, /) -> Batch:

@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from hybridflow.generation.attention import KVCache, StepAttention
 from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Scheduler, pack
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Decoder, linear
 from hybridflow.models.spec import DecoderSpec
 
 __all__ = ["Engine"]
@@ -127,7 +126,7 @@ class _Call:
         hidden = self.forward(decoding, admission)
         rows = scheduler.slots.active
         draws = uniforms(self.engine.seed, "sample", self.sample_ids[rows], scheduler.num_new[rows])
-        logits = F.linear(hidden, self.decoder.head_weight).float()
+        logits = linear(hidden, self.decoder.head_weight).float()
         tokens, log_probs = sample(logits, draws, self.params)
         stopped = self.emit(rows, tokens.cpu().numpy(), log_probs.cpu().numpy())
         cached = int((scheduler.prompt_lengths[rows] + scheduler.num_new[rows]).max())
@@ -170,7 +169,7 @@ class _Call:
             )
         ends = self.starts[rows] + self.scheduler.num_new[rows]
         self.tokens[ends], self.log_probs[ends] = tokens, log_probs
-        stopped = np.isin(tokens, self.stop_token_ids)
+        stopped = (tokens[:, None] == self.stop_token_ids).any(1)
         if self.params.stop_strings:
             stopped |= [self.completes_string(*span) for span in zip(self.starts[rows], ends + 1, strict=True)]
         self.stopped[rows] = stopped

@@ -121,6 +121,8 @@ class Packing:
 def pack(places: IntArray, lengths: Sequence[int], admission: Admission, kept_row: int) -> Packing:
     """places [A]: positions of the decode tokens; lengths [P]: of the prompts to prefill; kept_row: where one is kept."""
     decoding = np.arange(len(places))
+    if not admission.requests:
+        return Packing(positions=places, copies=decoding, rows=decoding, outputs=decoding, restored=decoding[:0])
     ends = len(places) + np.cumsum(lengths, dtype=np.int64)
     spans = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     slots = range(len(places), len(places) + len(admission.requests))

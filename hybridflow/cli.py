@@ -1,0 +1,188 @@
+"""The ``hybridflow`` program.
+
+Exit codes: 0 done, 1 ``doctor`` found a problem, 2 a user's mistake (told in one line each), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.core.errors import ConfigError, HybridFlowError, ResourceError, UserError
+
+__all__ = ["main"]
+
+# Imports of what a command needs are inside its function, so that every command starts as fast as it can.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not getattr(options, "takes_overrides", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.overrides = rest
+    try:
+        return int(options.run(options) or 0)
+    except ConfigError as error:
+        return _fail(*error.problems)
+    except UserError as error:
+        return _fail(str(error))
+    except HybridFlowError as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        return _fail(str(ResourceError(MEMORY)))
+
+
+MEMORY = (
+    "out of memory: lower train.token_budget (the result stays the same), generation.max_slots or train.prompts_per_step, "
+    'or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
+)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch tells it as a RuntimeError of its own kind on GPUs and as a plain one on processors."""
+    told = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in told)
+
+
+def _fail(*lines: str) -> int:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybridflow", description="RLHF and RL, from a laptop to a cluster.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[Any], int | None], text: str, overrides: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run, takes_overrides=overrides)
+        return sub
+
+    _add_running(command)
+    _add_talking(command)
+    _add_showing(command)
+    return parser
+
+
+def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
+    override = "any key of the configuration can be overridden: --section.key value (hybridflow keys lists them)"
+    train = command("train", _train, f"train as a TOML file says; {override}", overrides=True)
+    train.add_argument("config", type=Path, help="TOML file")
+    train.add_argument(
+        "--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from a checkpoint, by default the newest"
+    )
+    evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {override}", True)
+    evaluate.add_argument("source", type=Path, help="TOML file or run directory")
+    evaluate.add_argument("--json", action="store_true")
+    command("demo", _demo, f"teach a real language model to add, in minutes; {override}", overrides=True)
+    report = command("report", _report, "write one HTML page about one or several runs")
+    report.add_argument("runs", type=Path, nargs="+", help="run directories")
+    report.add_argument("--output", type=Path, help="default: report.html in the first run")
+
+
+def _add_talking(command: Callable[..., argparse.ArgumentParser]) -> None:
+    generate = command("generate", _generate, "responses of a model to prompts")
+    generate.add_argument("model", help="name, Hugging Face folder or run directory")
+    generate.add_argument("prompts", nargs="+")
+    generate.add_argument("--template", default="plain", help='"plain", "chat" or a text with {prompt}')
+    generate.add_argument("--count", type=int, default=1, help="responses to each prompt")
+    generate.add_argument("--json", action="store_true")
+    chat = command("chat", _chat, "talk to a model")
+    chat.add_argument("model", help="name, Hugging Face folder or run directory")
+    chat.add_argument("--system", help="system message")
+    for sub in (generate, chat):
+        sub.add_argument("--max-new-tokens", type=int, default=128)
+        sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+        sub.add_argument("--seed", type=int, default=1)
+
+
+def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
+    for name, text in (
+        ("algorithms", "the algorithms and the roles that each needs"),
+        ("tasks", "the built-in tasks"),
+        ("keys", "every key of a configuration, its default and its meaning"),
+        ("doctor", "what this machine has, what is missing, how to fix it"),
+    ):
+        sub = command(name, _show, text)
+        sub.set_defaults(name=name)
+        sub.add_argument("--json", action="store_true")
+    models = command("models", _models, "list, add and find models")
+    models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
+    models.add_argument("model", nargs="?")
+    models.add_argument("--json", action="store_true")
+
+
+def _train(options: Any) -> int:
+    from hybridflow.config import load_config
+    from hybridflow.launch import train
+
+    return train(load_config(options.config, options.overrides), options.resume)
+
+
+def _eval(options: Any) -> None:
+    from hybridflow.commands.evaluate import evaluate
+
+    evaluate(options.source, options.overrides, options.json)
+
+
+def _demo(options: Any) -> int:
+    from hybridflow.commands.demo import demo
+
+    return demo(options.overrides)
+
+
+def _report(options: Any) -> None:
+    from hybridflow.telemetry.report import write_report
+
+    print(write_report(options.runs, options.output or options.runs[0] / "report.html"))
+
+
+def _generate(options: Any) -> None:
+    from hybridflow.commands.talk import Speaker, generate
+    from hybridflow.data.text import Template
+
+    template = Template(options.template)
+    speaker = Speaker.load(options.model, options.max_new_tokens, options.temperature, options.seed)
+    generate(speaker, options.prompts, template, options.count, options.json)
+
+
+def _chat(options: Any) -> None:
+    from hybridflow.commands.talk import Speaker, chat
+
+    chat(Speaker.load(options.model, options.max_new_tokens, options.temperature, options.seed), options.system)
+
+
+def _show(options: Any) -> int | None:
+    from hybridflow.commands import show
+
+    shown = {"algorithms": show.algorithms, "tasks": show.task_list, "keys": show.run_keys, "doctor": show.doctor}
+    return shown[options.name](options.json)
+
+
+def _models(options: Any) -> None:
+    from hybridflow.commands import show
+    from hybridflow.models import sources
+
+    if options.action == "list":
+        return show.models(options.json)
+    if options.model is None:
+        raise UserError(f"hybridflow models {options.action}: give the name of a model; hybridflow models lists them")
+    if options.action == "add":
+        return show.add_model(options.model)
+    if options.action == "path":
+        return print(sources.resolve(options.model))
+    return show.model(options.model, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands of the ``hybridflow`` program; ``cli`` parses and dispatches."""

@@ -1,0 +1,46 @@
+"""The eval command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.build import make_parts
+from hybridflow.config import RunConfig, load_config, validate
+from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.core.config import apply_overrides, read_toml
+from hybridflow.core.errors import ModelError, UserError
+from hybridflow.telemetry.result import write_result
+
+__all__ = ["evaluate"]
+
+
+def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
+    """Score the model of a configuration, or what a run has trained, on held-out prompts or fresh episodes."""
+    config = _run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
+    runtime = LocalRuntime()
+    try:
+        parts = make_parts(config, runtime)
+        if parts.evaluate is None:
+            raise UserError(f"{source}: nothing to evaluate with: give data.eval_prompts (or a task) and reward.functions")
+        result = parts.evaluate()
+    finally:
+        runtime.stop()
+    record = {"score": result.score, "low": result.low, "high": result.high, "count": result.count}
+    if source.is_dir():
+        write_result(source, {"evaluation": record})
+    if as_json:
+        print(json.dumps(record))
+    else:
+        print(f"score {result.score:.3f}, 95 % confidence [{result.low:.3f}, {result.high:.3f}], n {result.count}")
+
+
+def _run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run's own configuration, with the model that it exported."""
+    if not (run / "model").is_dir():
+        raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
+    data = read_toml(run / "config.toml")
+    actor = {key: value for key, value in data["actor"].items() if key != "fresh"}
+    data["actor"] = {**actor, "model": str(run / "model")}
+    return validate(apply_overrides(data, overrides), str(run / "config.toml"))
