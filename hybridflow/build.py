@@ -7,6 +7,7 @@ model loads.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -65,12 +66,15 @@ class Run:
 
 def build(config: RunConfig) -> Run:
     """Make every part of a run."""
-    runtime = LocalRuntime()
-    parts = make_parts(config, runtime)
-    makers = {**parts.makers(), "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker))}
-    buffer: Buffer = Replay(config.replay, config.seed) if config.algorithm == "dqn" else Fifo()
-    schedule = Synchronous(config.train.updates_per_step)
-    trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
+    with contextlib.ExitStack() as on_error:
+        runtime = LocalRuntime()
+        on_error.callback(runtime.stop)
+        parts = make_parts(config, runtime)
+        makers = {**parts.makers(), "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker))}
+        buffer: Buffer = Replay(config.replay, config.seed) if config.algorithm == "dqn" else Fifo()
+        schedule = Synchronous(config.train.updates_per_step)
+        trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
+        on_error.pop_all()
     return Run(config, runtime, parts, trainer)
 
 

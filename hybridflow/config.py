@@ -104,7 +104,7 @@ class CheckpointConfig(Config):
     """Keys of ``[checkpoint]``."""
 
     every: int = Field(0, ge=0)
-    """steps between checkpoints; 0: only when the run is interrupted"""
+    """steps between checkpoints, and one after the last; 0: only when the run is interrupted"""
     keep: int = Field(2, gt=0)
     """the newest ones that remain"""
     export: bool = True

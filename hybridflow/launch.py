@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import tomllib
 from collections.abc import Iterator
@@ -70,6 +71,8 @@ def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None) -> i
             checkpointer.save(trainer.step)
             console.note(f"interrupted after step {trainer.step}/{steps}; saved; go on with --resume")
             return INTERRUPTED
+        if config.checkpoint.every:
+            checkpointer.save(steps)
         _finish(run, directory, console)
     return 0
 
@@ -92,6 +95,7 @@ def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
     kept = [{key: record[key] for key in ("step", *EVALUATION)} for record in evaluations]
     write_result(directory.path, {"steps": run.trainer.step, "evaluations": kept})
     if run.config.checkpoint.export:
+        shutil.rmtree(directory.path / "model", ignore_errors=True)  # of this very run, before it was resumed
         run.parts.export(directory.path / "model")
         console.note(f"model: {directory.path / 'model'}")
 

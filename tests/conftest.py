@@ -1,5 +1,101 @@
-"""Torch runs on one thread, here and in child processes: for small networks, waiting threads cost more than they give."""
+"""What tests share: a tiny model on disk, small configurations, the program run in this process."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import pytest
+import torch
+
+from hybridflow.cli import main
+from hybridflow.core.config import apply_overrides
+from hybridflow.data.text import Tokenizer
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import save_decoder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def hybridflow(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run the program: ``hybridflow("train", config, "--seed", 3)``."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a random decoder over digits and a few letters."""
+    tokenizer = Tokenizer.characters("0123456789+= >?:.abcdefghijklmnopqrstuvwxyzWA")
+    decoder = Decoder(DecoderSpec("llama", tokenizer.vocab_size, 32, 64, 2, 4, 2, 8, 128))
+    init_weights(decoder, torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer.save(folder / "tokenizer")
+    save_decoder(decoder, folder / "tiny", copy_from=folder / "tokenizer")
+    return folder / "tiny"
+
+
+REVERSE: dict[str, Any] = {
+    "algorithm": "grpo",
+    "threads": 1,
+    "actor": {"fresh": {"hidden_size": 32}, "optimizer": {"lr": 1e-3}},
+    "data": {"task": "reverse", "options": {"length": 3}},
+    "generation": {"max_new_tokens": 4},
+    "train": {"steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatches": 2},
+    "evaluation": {"limit": 10},
+}
+CARTPOLE: dict[str, Any] = {
+    "algorithm": "ppo",
+    "threads": 1,
+    "ppo": {"gamma": 0.99},
+    "actor": {"optimizer": {"lr": 1e-3}},
+    "critic": {"optimizer": {"lr": 1e-3}},
+    "environment": {"id": "CartPole-v1", "num_envs": 4, "steps_per_rollout": 32},
+    "train": {"steps": 2, "minibatches": 2, "epochs": 2},
+    "evaluation": {"limit": 2},
+}
+
+
+def with_keys(data: dict[str, Any], /, **keys: Any) -> dict[str, Any]:
+    """The data with dotted keys set: ``train__steps=3``; None removes."""
+    out = apply_overrides(data, [])
+    for name, value in keys.items():
+        *path, last = name.split("__")
+        section = out
+        for part in path:
+            section = section.setdefault(part, {})
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return out
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty model cache."""
+    monkeypatch.setitem(os.environ, "HYBRIDFLOW_HOME", str(tmp_path / "cache"))

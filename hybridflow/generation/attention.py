@@ -16,7 +16,7 @@ from hybridflow.models.spec import DecoderSpec
 
 __all__ = ["KVCache", "StepAttention"]
 
-_ROUND = 32  # attention lengths are multiples of this, so that views and masks last for that many steps
+_ROUND = 16  # attention lengths are multiples of this, so that views and room last for a few steps
 
 
 class KVCache:

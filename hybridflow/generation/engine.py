@@ -169,7 +169,7 @@ class _Call:
             )
         ends = self.starts[rows] + self.scheduler.num_new[rows]
         self.tokens[ends], self.log_probs[ends] = tokens, log_probs
-        stopped = (tokens[:, None] == self.stop_token_ids).any(1)
+        stopped: NDArray[np.bool_] = (tokens[:, None] == self.stop_token_ids).any(1)
         if self.params.stop_strings:
             stopped |= [self.completes_string(*span) for span in zip(self.starts[rows], ends + 1, strict=True)]
         self.stopped[rows] = stopped

@@ -40,15 +40,16 @@ def inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     Never an index of weight 0. Two levels, blocks and the entries of one block: on CPU sums are vectorised and running sums
     are not (9 times slower at V = 8192).
     """
-    if weights.shape[1] <= 2 * _BLOCK:
+    vocab = weights.shape[1]
+    if vocab <= 2 * _BLOCK:
         return _locate(weights, draws[:, None] * weights.sum(-1, keepdim=True))[0][:, 0]
-    if weights.shape[1] % _BLOCK:
-        weights = F.pad(weights, (0, -weights.shape[1] % _BLOCK))
+    if vocab % _BLOCK:
+        weights = F.pad(weights, (0, -vocab % _BLOCK))
     blocks = weights.view(len(weights), -1, _BLOCK)
     masses = blocks.sum(-1)
     block, target = _locate(masses, draws[:, None] * masses.sum(-1, keepdim=True))
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0]
-    return (block * _BLOCK + _locate(inside, target)[0])[:, 0]
+    return (block * _BLOCK + _locate(inside, target)[0])[:, 0].clamp_(max=vocab - 1)
 
 
 def _locate(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def _locate(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     cdf = weights.cumsum(-1)
     # Rounding may put the target at the total or above; strictly below it, an index of positive weight exists.
     target = torch.minimum(target, cdf[:, -1:] * _BELOW_ONE)
-    # The clamp is for NaN alone, which has no index.
+    # The clamp, here and above, is for NaN alone, which has no index: the caller finds it in the log-probability.
     index = torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[1] - 1)
     return index, target - (cdf.gather(1, index) - weights.gather(1, index))
 

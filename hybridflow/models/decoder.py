@@ -86,10 +86,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
-        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
-        q, k = rotate(qk, cos, sin).split([heads, kv_heads], dim=1)
+        q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
         x = x + self.out(attend(self.index, q, k, v).flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
         large = x.numel() * len(weight) > _ONEDNN_MIN_PRODUCTS
-        if large and torch.backends.mkldnn.is_available():
+        if large and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
@@ -160,7 +160,7 @@ class CausalAttention:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021), halves convention of Hugging Face; x [N, heads, E], cos, sin of ``rope``."""
+    """Rotary position embedding (Su et al. 2021), halves convention of Hugging Face; cos, sin of ``rope``."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 

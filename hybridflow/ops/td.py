@@ -18,7 +18,12 @@ __all__ = ["dqn_loss"]
     on="networks",
 )
 def dqn_loss(
-    networks: Mapping[str, nn.Module], columns: Mapping[str, Tensor], *, gamma: float, double: bool = True
+    networks: Mapping[str, nn.Module],
+    columns: Mapping[str, Tensor],
+    *,
+    gamma: float,
+    double: bool = True,
+    huber_delta: float = 1.0,
 ) -> Loss:
     """Huber loss of Q-learning with a target network (Mnih et al. 2015), [N] single transitions.
 
@@ -41,5 +46,5 @@ def dqn_loss(
         bootstrap = torch.where(columns["terminated"], 0.0, next_values.gather(-1, best)[:, 0])
         target = rewards + gamma * bootstrap
     errors = (chosen - target).detach()
-    terms = F.smooth_l1_loss(chosen, target, reduction="none")
+    terms = F.huber_loss(chosen, target, reduction="none", delta=huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})

@@ -1,0 +1,266 @@
+"""A user's mistakes: one clear line each, exit code 2, before any model loads where possible, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import REVERSE, Outcome, with_keys
+
+from hybridflow import checkpoint
+from hybridflow.core.errors import ResourceError
+
+Program = Callable[..., Outcome]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    """Write a configuration: the tiny reverse run with keys changed."""
+
+    def write(text: str = "", **keys: Any) -> Path:
+        data = with_keys(REVERSE, **{"run_dir": str(tmp_path / "run"), **keys})
+        path = tmp_path / "run.toml"
+        path.write_text(_toml(data) + text)
+        return path
+
+    return write
+
+
+def _toml(data: dict[str, Any], prefix: str = "") -> str:
+    plain = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items() if not isinstance(value, dict))
+    tables = [(f"{prefix}{key}", value) for key, value in data.items() if isinstance(value, dict)]
+    return plain + "".join(f"[{name}]\n{_toml(value, name + '.')}" for name, value in tables)
+
+
+@pytest.fixture
+def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if a decoder is made: the mistake must be told before."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a model was made before the mistake was told")
+
+    monkeypatch.setattr("hybridflow.models.decoder.Decoder.__init__", refuse)
+
+
+def one_line(outcome: Outcome) -> str:
+    assert outcome.code == 2, outcome
+    lines = [line for line in outcome.err.splitlines() if line]
+    assert len(lines) == 1, outcome.err
+    return lines[0]
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"train__stesp": 3}, "unknown key train.stesp; did you mean train.steps?"),
+        ({"train__group_size": 1}, "train.group_size = 1: grpo compares the responses to one prompt and needs at least 2"),
+        ({"ppo": {"gamma": 0.9}}, "[ppo] is set, but algorithm = 'grpo' doesn't read it"),
+        ({"environment": {"id": "CartPole-v1"}}, "needs [data], one of them; found data and environment"),
+        ({"data__task": "revers"}, "unknown task 'revers': did you mean reverse?"),
+        ({"data__options": {"lenght": 3}}, "unknown option 'lenght'; known are length"),
+        ({"actor__fresh": None, "actor__model": "no/such/folder"}, "no/such/folder"),
+        ({"actor__fresh": None}, '[actor] needs model = "..."'),
+        ({"actor__fresh__num_heads": 5}, "hidden_size 32 isn't a multiple of num_heads 5"),
+        ({"data": {"prompts": "missing.jsonl"}}, "missing.jsonl: no such file"),
+        ({"reward": {"functions": ["no_such_module:f"]}}, "no_such_module"),
+        ({"reward": {"functions": ["json:dump"]}}, "requires a parameter"),
+        ({"reward": {"functions": ["json:lods"]}}, "did you mean"),
+        ({"generation__max_new_tokens": 5000}, "over the model's 2048 positions"),
+        ({"data__max_prompt_tokens": 2}, "max_prompt_tokens is 2"),
+        ({"algorithm": "grppo"}, "algorithm = 'grppo': input should be 'sft', 'grpo', 'ppo' or 'dqn'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_mistakes_in_the_configuration(config: Any, hybridflow: Program, tmp_path: Path, keys: Any, message: str) -> None:
+    line = one_line(hybridflow("train", config(**keys)))
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_several_mistakes_are_told_together(config: Any, hybridflow: Program) -> None:
+    outcome = hybridflow("train", config(train__stesp=3, sede=4), "--actor.optimizer.lr", "-1")
+    assert outcome.code == 2
+    assert [line.split(": ", 2)[2] for line in outcome.err.splitlines()] == [
+        "actor.optimizer.lr = -1: input should be greater than 0",
+        "unknown key train.stesp; did you mean train.steps?",
+        "unknown key sede; did you mean seed?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "missing.toml"), "missing.toml: no such file"),
+        (("report", "missing"), "missing"),
+        (("eval", "missing.toml"), "no such file"),
+        (("generate", "missing-model", "hello"), "missing-model"),
+        (("models", "add", "smollm-135m"), "smollm2-135m"),
+        (("models", "path"), "give the name of a model"),
+    ],
+)
+@pytest.mark.usefixtures("no_cache")
+def test_mistakes_on_the_command_line(hybridflow: Program, arguments: tuple[str, ...], message: str) -> None:
+    assert message in one_line(hybridflow(*arguments))
+
+
+def model_with(folder: Path, tiny: Path, change: Callable[[Path], None]) -> Path:
+    shutil.copytree(tiny, folder)
+    change(folder)
+    return folder
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def other_architecture(folder: Path) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (truncate, "model.safetensors"),
+        (other_architecture, "mamba"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    ],
+    ids=["damaged", "architecture", "tokenizer", "config"],
+)
+def test_model_folders_that_cannot_be_used(
+    config: Any, hybridflow: Program, tmp_path: Path, tiny_model: Path, change: Any, message: str
+) -> None:
+    folder = model_with(tmp_path / "model", tiny_model, change)
+    line = one_line(hybridflow("train", config(actor__fresh=None, actor__model=str(folder))))
+    assert message in line and str(folder) in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "p.jsonl:2: prompt is 3 (int)"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: not valid JSON"),
+        ("p.jsonl", '{"promt": "a"}\n', "no column 'prompt'; found promt; did you mean"),
+        ("p.jsonl", "", "is empty"),
+        ("p.csv", "prompt,answer\na,1\nb\n", "p.csv, row 2: has 1 columns, the header has 2"),
+        ("p.txt", "a", "can't read .txt"),
+    ],
+)
+def test_prompt_files(config: Any, hybridflow: Program, tmp_path: Path, tiny_model: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    data = {"prompts": str(tmp_path / name)}
+    line = one_line(hybridflow("train", config(actor__fresh=None, actor__model=str(tiny_model), data=data)))
+    assert message in line
+
+
+REWARDS = """
+import os, time
+def text(response): return "good"
+def nothing(response): return None
+def nan(response): return float("nan")
+def always(response): raise ValueError("no idea")
+def endless(response):
+    while True: pass
+def one_in_hundred(response, answer):
+    if hash(answer) % 16 == 0: raise ValueError("unlucky")
+    return len(response)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [("text", "'good'"), ("nothing", "None"), ("nan", "nan"), ("always", "no idea"), ("endless", "timed out after 0.3 s")],
+)
+def test_rewards_that_never_score_stop_the_run(config: Any, hybridflow: Program, tmp_path: Path, function: str, reason: str) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    reward = {"functions": [f"{tmp_path / 'rewards.py'}:{function}"], "timeout_s": 0.3}
+    line = one_line(hybridflow("train", config(reward=reward)))
+    assert reason in line
+
+
+def test_rewards_that_sometimes_fail_drop_their_groups_and_are_counted(config: Any, hybridflow: Program, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    reward = {"functions": [f"{tmp_path / 'rewards.py'}:one_in_hundred"], "max_failed_fraction": 0.6}
+    os.environ["PYTHONHASHSEED"] = "0"
+    path = config(reward=reward, train__prompts_per_step=16, train__steps=3)
+    assert hybridflow("train", path).code == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    failed = [line["reward/failed"] for line in lines[1:]]
+    assert sum(failed) > 0 and all(count % 4 == 0 for count in failed)
+    assert all(line["reward/mean"] > 0 for line in lines[1:])
+
+
+def test_a_run_directory_that_is_in_use(config: Any, hybridflow: Program, tmp_path: Path) -> None:
+    assert hybridflow("train", config()).code == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert "holds a run already; continue it with --resume or choose another run_dir" in one_line(hybridflow("train", config()))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    line = one_line(hybridflow("train", config(), "--run_dir", tmp_path / "other"))
+    assert "holds other files (thesis.tex, 1 in all)" in line
+
+
+def test_resuming_without_or_from_a_damaged_checkpoint(config: Any, hybridflow: Program, tmp_path: Path) -> None:
+    assert "no checkpoint to resume from" in one_line(hybridflow("train", config(), "--resume"))
+    path = config(checkpoint={"every": 1})
+    assert hybridflow("train", path).code == 0
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    content = bytearray((newest / "actor.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "actor.pt").write_bytes(content)
+    line = one_line(hybridflow("train", path, "--resume"))
+    assert "actor.pt: missing or damaged" in line and "step-00000001" in line
+    (newest / "manifest.json").unlink()
+    assert "manifest.json: can't be read" in one_line(hybridflow("train", path, "--resume"))
+    good = newest.with_name("step-00000001")
+    assert hybridflow("train", path, "--resume", good).code == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, which only root can mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small disk can't be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoints(small_disk: Path) -> None:
+    first = checkpoint.save(small_disk, 1, {"actor": {"weights": torch.zeros(20_000)}}, keep=5)
+    with pytest.raises(ResourceError, match=r"disk is full .* earlier checkpoints are untouched"):
+        checkpoint.save(small_disk, 2, {"actor": {"weights": torch.zeros(400_000)}}, keep=5)
+    assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
+    assert torch.equal(checkpoint.load(first)["actor"]["weights"], torch.zeros(20_000))
+
+
+def test_out_of_memory_says_what_to_lower(config: Any, tmp_path: Path) -> None:
+    path = config(actor__fresh={"hidden_size": 40_000, "num_layers": 4, "num_heads": 4})
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+
+    command = [sys.executable, "-m", "hybridflow.cli", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=limit, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: out of memory: lower train.token_budget")

@@ -1,0 +1,174 @@
+"""Whole runs through the real loop: what they leave behind, resuming, invariances."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CARTPOLE, REVERSE, with_keys
+
+from hybridflow import checkpoint
+from hybridflow.build import build
+from hybridflow.config import validate
+from hybridflow.core.config import to_toml
+from hybridflow.launch import train
+
+TIMED = ("time/", "tokens_per_s", "env_steps_per_s", "memory/")
+
+
+def run(data: dict[str, Any], run_dir: Path, resume: str | None = None, **keys: Any) -> Path:
+    assert train(validate(with_keys(data, run_dir=str(run_dir), **keys), "test"), resume) == 0
+    return run_dir
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without those that measure time."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
+
+
+def state(run_dir: Path) -> dict[str, Any]:
+    return checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
+
+
+def assert_equal(a: Any, b: Any, where: str = "state") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def test_a_run_leaves_a_complete_directory(tmp_path: Path) -> None:
+    out = run(REVERSE, tmp_path / "run")
+    lines = records(out)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert set(lines[0]) == {"step", "eval/score", "eval/low", "eval/high", "eval/count"}
+    keys = {"reward/mean", "reward/failed", "entropy", "response_length/mean", "policy_version", "grad_norm", "loss/policy"}
+    assert keys <= set(lines[1])
+    assert lines[1]["policy_version"] == 1 and lines[2]["policy_version"] == 2
+    timed = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
+    assert {"time/generate_s", "time/reward_s", "time/learn_s", "time/step_s", "tokens_per_s", "memory/rss_gb"} <= set(timed)
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert samples[0]["prompt"].endswith(">") and samples[0]["score"] is not None
+    events = json.loads((out / "timeline.json").read_text())
+    assert {"sampler.rollout", "reward.score", "estimator.compute", "actor.update"} <= {event["name"] for event in events}
+    assert (out / "model" / "model.safetensors").is_file() and (out / "model" / "tokenizer.json").is_file()
+    assert json.loads((out / "result.json").read_text())["evaluations"][-1]["step"] == 2
+    assert list((out / "tensorboard").glob("events*"))
+
+
+TEXT = {
+    "grpo": REVERSE,
+    "grpo-bf16-kl": with_keys(REVERSE, grpo__kl_coef=0.01, actor__dtype="bfloat16"),
+    "ppo": with_keys(REVERSE, algorithm="ppo", ppo={"kl_coef": 0.05, "kl_target": 0.01}, train__group_size=1),
+    "sft": with_keys(REVERSE, algorithm="sft", train__group_size=None),
+}
+ENVIRONMENTS = {
+    "ppo-cartpole": CARTPOLE,
+    "dqn-cartpole": with_keys(
+        CARTPOLE,
+        algorithm="dqn",
+        ppo=None,
+        critic=None,
+        dqn={"target_update_every": 3},
+        environment__steps_per_rollout=4,
+        train={"steps": 2, "updates_per_step": 3},
+        replay={"capacity": 100, "batch_size": 8, "warmup": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*TEXT, *ENVIRONMENTS])
+def test_twenty_and_twenty_steps_are_forty_bit_for_bit(name: str, tmp_path: Path) -> None:
+    data = with_keys({**TEXT, **ENVIRONMENTS}[name], checkpoint={"every": 20}, evaluation__every=20)
+    whole = run(data, tmp_path / "whole", train__steps=40)
+    run(data, tmp_path / "halves", train__steps=20)
+    halves = run(data, tmp_path / "halves", resume="latest", train__steps=40)
+    assert_equal(state(whole), state(halves))
+    assert records(whole) == records(halves)
+    assert (whole / "samples.jsonl").read_bytes() == (halves / "samples.jsonl").read_bytes() if name in TEXT else True
+
+
+def test_interrupting_finishes_the_step_and_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    data = with_keys(REVERSE, train__steps=300, checkpoint={"every": 300}, run_dir=str(tmp_path / "cut"))
+    (tmp_path / "run.toml").write_text(to_toml(validate(data, "test")))
+    command = [sys.executable, "-m", "hybridflow.cli", "train", str(tmp_path / "run.toml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 3):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "go on with --resume" in out and "Traceback" not in out
+    reached = records(tmp_path / "cut")[-1]["step"]
+    assert 3 <= reached < 300
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=100, check=False)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    whole = run(with_keys(data, run_dir=None), tmp_path / "whole")
+    assert_equal(state(whole), state(tmp_path / "cut"))
+    assert records(whole) == records(tmp_path / "cut")
+
+
+def learned(data: dict[str, Any], **keys: Any) -> dict[str, torch.Tensor]:
+    """Weights of the actor after the run's steps, in memory."""
+    made = build(validate(with_keys(data, run_dir="unused", **keys), "test"))
+    try:
+        made.trainer.train(made.config.train.steps)
+        networks = made.state_dict()["actor"]["networks"]["policy"]
+        return {name: tensor.clone() for name, tensor in networks.items()}
+    finally:
+        made.runtime.stop()
+
+
+@pytest.mark.parametrize("keys", [{"train__token_budget": 8}, {"train__token_budget": 50}, {"generation__max_slots": 3}])
+def test_how_work_is_split_does_not_change_what_is_learned(keys: dict[str, Any]) -> None:
+    """Small budgets make many microbatches, few slots another generation order; Adam's first steps amplify rounding."""
+    whole, split = learned(REVERSE), learned(REVERSE, **keys)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, split[name], rtol=0, atol=2e-5)
+
+
+def test_the_seed_decides() -> None:
+    one, same, other = learned(REVERSE), learned(REVERSE), learned(REVERSE, seed=2)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["decoder.embed.weight"], other["decoder.embed.weight"])
+
+
+GRPO_FAMILY = {
+    "rloo": {"baseline": "leave_one_out", "loss": "reinforce"},
+    "dr_grpo": {"scale": "none", "aggregation": "constant"},
+    "dapo": {"clip_high": 0.28, "overlong_buffer": 2},
+    "gspo": {"loss": "gspo", "clip": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo"},
+    "kl_in_loss": {"kl_coef": 0.1},
+    "kl_in_reward": {"kl_coef": 0.1, "kl_in": "reward"},
+    "dual_clip": {"dual_clip": 3.0, "aggregation": "sequence_mean", "entropy_coef": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", GRPO_FAMILY)
+def test_every_member_of_the_grpo_family_learns(name: str) -> None:
+    before, after = learned(REVERSE, train__steps=1), learned(with_keys(REVERSE, grpo=GRPO_FAMILY[name]), train__steps=2)
+    moved = [float((after[key] - tensor).abs().max()) for key, tensor in before.items()]
+    assert all(np.isfinite(moved)) and max(moved) > 1e-4
