@@ -29,6 +29,9 @@ def dqn_loss(
 
         delta = Q(s, a) - (r + gamma (1 - terminated) Q_target(s', a'))
 
+    The loss is delta^2 / 2 up to ``huber_delta`` and linear beyond. Linear means the median instead of the mean: with returns
+    far above ``huber_delta``, rare ends of episodes hardly count and values come out too high.
+
     a' is the best action under Q_target, or with ``double`` under Q (van Hasselt et al. 2016). ``networks`` holds "q" and
     "target", [N, ...] -> [N, K]; ``final_observations`` are s'. Pieces of several steps are a ContractError: a replay
     buffer makes transitions of them.

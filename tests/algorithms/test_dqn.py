@@ -131,6 +131,13 @@ def test_dqn_loss_by_hand(double, bootstrap):
     assert loss.on == "networks" and loss.writes == ("td_errors",)
 
 
+def test_errors_count_linearly_beyond_huber_delta():
+    networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[0.0, 0.0], [6.0, 8.0]])}
+    errors = dqn_loss(networks, transitions(), gamma=0.5).columns["td_errors"].tolist()
+    result = dqn_loss(networks, transitions(), gamma=0.5, huber_delta=4.0)
+    assert errors == [-2.0, 7.0] and result.terms.tolist() == [0.5 * 2.0**2, 4.0 * (7.0 - 2.0)]
+
+
 def test_a_terminated_transition_ignores_what_follows():
     networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[float("nan")] * 2, [6.0, 8.0]])}
     result = dqn_loss(networks, transitions(), gamma=0.5)
