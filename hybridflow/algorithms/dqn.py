@@ -20,11 +20,11 @@ class DQNConfig(Config):
     """discount per step"""
     double: bool = True
     """the online network chooses the next action, the target network values it"""
-    huber_delta: float = Field(1.0, gt=0)
-    """temporal-difference errors beyond this count linearly, smaller ones squared"""
-    target_update_every: int = Field(250, ge=1)
+    huber_delta: float | None = Field(None, gt=0)
+    """errors beyond this count linearly (Huber loss; 1 suits clipped rewards); left out, all count squared"""
+    target_update_every: int = Field(1, ge=1)
     """updates between two moves of the target network"""
-    tau: float = Field(1.0, gt=0, le=1)
+    tau: float = Field(0.02, gt=0, le=1)
     """how far a move goes towards the online network; 1 copies it"""
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.core.errors import ContractError
@@ -23,14 +22,14 @@ def dqn_loss(
     *,
     gamma: float,
     double: bool = True,
-    huber_delta: float = 1.0,
+    huber_delta: float | None = None,
 ) -> Loss:
-    """Huber loss of Q-learning with a target network (Mnih et al. 2015), [N] single transitions.
+    """Squared loss of Q-learning with a target network (Mnih et al. 2015), [N] single transitions.
 
         delta = Q(s, a) - (r + gamma (1 - terminated) Q_target(s', a'))
 
-    The loss is delta^2 / 2 up to ``huber_delta`` and linear beyond. Linear means the median instead of the mean: with returns
-    far above ``huber_delta``, rare ends of episodes hardly count and values come out too high.
+    The loss is delta^2 / 2, beyond ``huber_delta`` linear. Linear means the median instead of the mean: with returns far
+    above ``huber_delta``, rare ends of episodes hardly count and values come out too high.
 
     a' is the best action under Q_target, or with ``double`` under Q (van Hasselt et al. 2016). ``networks`` holds "q" and
     "target", [N, ...] -> [N, K]; ``final_observations`` are s'. Pieces of several steps are a ContractError: a replay
@@ -49,5 +48,10 @@ def dqn_loss(
         bootstrap = torch.where(columns["terminated"], 0.0, next_values.gather(-1, best)[:, 0])
         target = rewards + gamma * bootstrap
     errors = (chosen - target).detach()
-    terms = F.huber_loss(chosen, target, reduction="none", delta=huber_delta)
+    terms = _huber(chosen - target, huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})
+
+
+def _huber(errors: Tensor, delta: float | None) -> Tensor:
+    clipped = errors if delta is None else errors.clamp(-delta, delta)
+    return clipped * (errors - clipped / 2)

@@ -80,7 +80,7 @@ def q_table(runtime):
 def test_dqn_solves_a_chain_and_finds_its_values():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
-    algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20), actor)
+    algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
     buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1)
     assert np.mean(actor.sampler.evaluate(1)) == 0
     for _ in range(250):
@@ -120,7 +120,7 @@ def transitions():
 @pytest.mark.parametrize(("double", "bootstrap"), [(False, 8.0), (True, 6.0)])
 def test_dqn_loss_by_hand(double, bootstrap):
     networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[0.0, 0.0], [6.0, 8.0]])}
-    loss = dqn_loss.bind(gamma=0.5, double=double)
+    loss = dqn_loss.bind(gamma=0.5, double=double, huber_delta=1.0)
     result = loss(networks, transitions())
     first = 2.0 - (1.0 + 0.5 * bootstrap)
     assert result.columns["td_errors"].tolist() == [first, 7.0]
@@ -136,6 +136,8 @@ def test_errors_count_linearly_beyond_huber_delta():
     errors = dqn_loss(networks, transitions(), gamma=0.5).columns["td_errors"].tolist()
     result = dqn_loss(networks, transitions(), gamma=0.5, huber_delta=4.0)
     assert errors == [-2.0, 7.0] and result.terms.tolist() == [0.5 * 2.0**2, 4.0 * (7.0 - 2.0)]
+    squared = dqn_loss(networks, transitions(), gamma=0.5).terms.tolist()
+    assert squared == [0.5 * 2.0**2, 0.5 * 7.0**2]
 
 
 def test_a_terminated_transition_ignores_what_follows():
