@@ -13,6 +13,7 @@ import torch
 from hybridflow.cli import main
 from hybridflow.core.config import apply_overrides
 from hybridflow.data.text import Tokenizer
+from hybridflow.models import sources
 from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import save_decoder
@@ -99,3 +100,9 @@ def with_keys(data: dict[str, Any], /, **keys: Any) -> dict[str, Any]:
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty model cache."""
     monkeypatch.setitem(os.environ, "HYBRIDFLOW_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """SmolLM2-135M in the user's own cache, fetched if it isn't there: tests of the demo run on the real model."""
+    return sources.add("smollm2-135m")

@@ -1,0 +1,82 @@
+"""Every command in the documentation runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome
+
+from hybridflow.models.sources import MODELS, cache_home
+
+ROOT = Path(__file__).parent.parent
+SHORT = {
+    "reverse.toml": ["--train.steps", "3"],
+    "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
+    "dqn_cartpole.toml": ["--train.steps", "300", "--evaluation.limit", "2"],
+    "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
+    "grpo_addition.toml": ["--train.steps", "2", "--evaluation.limit", "10"],
+    "custom.toml": ["--train.steps", "1"],
+}
+
+
+def commands(path: Path) -> list[list[str]]:
+    """What the console blocks of a page say after ``$``, without comments."""
+    blocks = re.findall(r"```console\n(.*?)```", path.read_text(), re.DOTALL)
+    lines = [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The same command with a few steps, so that all of them take seconds."""
+    words = [word for i, word in enumerate(words) if word != "--train.steps" and words[i - 1] != "--train.steps"]
+    config = next((Path(word).name for word in words if word.endswith(".toml")), "")
+    more = list(SHORT.get(config, []))
+    if "--resume" in words:
+        more[1] = str(int(more[1]) + 2)
+    return words + more
+
+
+def test_the_readme_s_commands_run(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_model: Path
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    pages = [words for words in commands(ROOT / "README.md") if words[0] == "hybridflow"]
+    assert len(pages) > 15
+    for words in pages:
+        outcome = hybridflow(*shortened(words)[1:]) if words[1:] != ["train", "examples/addition.toml"] else None
+        if outcome is None:  # the demo has a test of its own, which leaves its run here
+            shutil.copytree(real_model, tmp_path / "runs" / "demo" / "model")
+            (tmp_path / "runs" / "demo" / "config.toml").touch()
+        else:
+            assert outcome.code == 0, (words, outcome)
+
+
+def test_make_has_the_readme_s_targets() -> None:
+    text, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    assert all(f"\n{target}: " in makefile for target in targets)
+
+
+def test_links_and_pictures_exist() -> None:
+    for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_files_named_in_the_documentation_exist() -> None:
+    named = re.findall(r"`((?:tests|hybridflow)/[\w/.]+)`", (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text())
+    assert named and all((ROOT / name).exists() for name in named)
+
+
+def test_the_demo_s_configuration_is_an_example() -> None:
+    assert (ROOT / "examples" / "addition.toml").read_text() == (ROOT / "hybridflow" / "demo.toml").read_text()
+    assert "smollm2-135m" in MODELS and cache_home()
