@@ -19,14 +19,13 @@ def sample(logits: Tensor, uniforms: NDArray[np.float64], params: SamplingParams
 
     ``log_probs`` are under softmax(logits / temperature) before truncation; at temperature 0, under softmax(logits).
     """
-    if params.temperature == 0:
-        best, tokens = logits.max(-1)
-        return tokens, best - logits.logsumexp(-1)
-    if params.temperature != 1:
+    if params.temperature not in (0, 1):
         logits.div_(params.temperature)
     probs = logits.softmax(-1)
     draws = torch.from_numpy(uniforms.astype(np.float32)).to(probs.device)
-    if 0 < params.top_k < probs.shape[1] or params.top_p < 1:
+    if params.temperature == 0:
+        tokens = logits.argmax(-1, keepdim=True)
+    elif 0 < params.top_k < probs.shape[1] or params.top_p < 1:
         weights, candidates = truncate(probs, params.top_k, params.top_p)
         tokens = candidates.gather(1, inverse_cdf(weights, draws)[:, None])
     else:
