@@ -16,7 +16,8 @@ from typing import Any
 from hybridflow.core.batch import Batch
 from hybridflow.core.metrics import Span
 from hybridflow.core.roles import Algorithm, Runtime
-from hybridflow.rollout.schedule import Buffer, Schedule, Source
+from hybridflow.rollout.buffer import Buffer
+from hybridflow.rollout.schedule import Schedule, Source
 
 __all__ = ["Hook", "Step", "Trainer"]
 

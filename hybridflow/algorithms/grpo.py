@@ -104,13 +104,14 @@ def policy_loss(config: GRPOConfig, max_new_tokens: int) -> Fn:
     params: dict[str, Any] = {"entropy_coef": config.entropy_coef}
     if config.kl_coef > 0 and config.kl_in == "loss":
         params |= {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
-    if config.loss != "reinforce":
-        params |= {"clip": config.clip, "clip_high": config.clip_high}
+    clip = {"clip": config.clip, "clip_high": config.clip_high}
     if config.loss == "gspo":
-        return gspo.bind(**params)
+        return gspo.bind(**params, **clip)
     params |= {"aggregation": config.aggregation}
     if config.aggregation == "constant":
         params["max_tokens"] = max_new_tokens
     if config.loss == "ppo_clip":
-        return ppo_clip.bind(**params, dual_clip=config.dual_clip)
-    return cispo.bind(**params) if config.loss == "cispo" else reinforce.bind(**params)
+        return ppo_clip.bind(**params, **clip, dual_clip=config.dual_clip)
+    if config.loss == "cispo":
+        return cispo.bind(**params, clip_high=config.clip if config.clip_high is None else config.clip_high)
+    return reinforce.bind(**params)

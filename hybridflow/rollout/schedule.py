@@ -1,24 +1,16 @@
 """A schedule decides who calls rollout and learn, and when."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
+from hybridflow.rollout.buffer import Buffer
 
 __all__ = ["Schedule", "Source", "Synchronous"]
 
 Source = Callable[[int], Batch]
 """step (from 1) -> what ``rollout`` starts from; a pure function, so resuming needs no position"""
-
-
-class Buffer(Protocol):
-    """What stands between rollout and learn (see ``rollout.buffer``)."""
-
-    def add(self, batch: Batch, version: int, /) -> None: ...
-    def sample(self, version: int, /) -> Batch | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class Schedule(Protocol):

@@ -182,7 +182,7 @@ def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     for name, column in batch.columns.items():
         if FIELDS[name].axis == "time" and isinstance(column, Ragged):
             columns[name] = torch.tensor(column.values[mask.values], device=device)
-        elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "bif":
+        elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
             columns[name] = torch.tensor(column, device=device)
     return columns
 
