@@ -118,7 +118,14 @@ def run_hybridflow(job: dict[str, Any], send: Callable[[dict[str, Any]], None]) 
         assert step.batch is not None
         tokens, mask = step.batch.ragged("tokens"), step.batch.ragged("response_mask")
         new = int(mask.values.sum())
-        send({**meter.end(), "prompt_tokens": len(tokens.values) - new, "new_tokens": new, "loss": step.metrics["actor/loss"]})
+        send(
+            {
+                **meter.end(),
+                "prompt_tokens": len(tokens.values) - new,
+                "new_tokens": new,
+                "loss": step.metrics["actor/loss"],
+            }
+        )
 
     engine.generate = of_given_lengths
     trainer.algorithm.rollout = meter.wrap(trainer.algorithm.rollout)  # type: ignore[method-assign]
@@ -262,7 +269,9 @@ class Side:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a side ended early, {self.process.wait()}; the end of its log:\n{self.errors.read_text()[-3000:]}")
+            raise SystemExit(
+                f"a side ended early, {self.process.wait()}; the end of its log:\n{self.errors.read_text()[-3000:]}"
+            )
         measured: dict[str, Any] = json.loads(line)
         return measured
 
@@ -297,7 +306,8 @@ def compare(name: str, cell: str, args: argparse.Namespace, folder: Path) -> dic
         if any(ours[count] != theirs[count] for count in ("prompt_tokens", "new_tokens")):
             raise SystemExit(f"{name} {cell}: the sides did different work: {ours}, {theirs}")
     medians = {
-        side: {part: statistics.median(step[part] for step in steps[1:]) for part in PARTS} for side, steps in measured.items()
+        side: {part: statistics.median(step[part] for step in steps[1:]) for part in PARTS}
+        for side, steps in measured.items()
     }
     ratios = {part: medians["trl"][part] / medians["hybridflow"][part] for part in PARTS}
     tokens = {count: [step[count] for step in measured["trl"][1:]] for count in ("prompt_tokens", "new_tokens")}
