@@ -8,14 +8,14 @@ top-k 50 at temperature 1, a reward that costs nothing, group-centred advantages
 no KL, and one step of fused AdamW with gradient clipping. Each side is a process of its own; they take turns step by step,
 so a loaded machine slows both. A number is the median of the steps after a warm-up; reward processes are counted.
 
-Cells. ``fixed``: 32 new tokens, no end token before. ``varied``: lengths evenly drawn from 4 to 64, the same on both sides.
-hybridflow ends a response by the limit of its request. TRL has no limit for a row, so a logits processor lets the end
-token appear where the length says, as it would from a model that ends by itself; a batch of ``generate`` then runs until its
-longest row is done, which is how TRL's own generation meets such lengths.
+Cells. ``fixed``: 32 new tokens, no end token before. ``varied``: lengths evenly drawn from 4 to 64, the same on both
+sides. hybridflow ends a response by the limit of its request. TRL has no limit for a row, so a logits processor lets the
+end token appear where the length says, as it would from a model that ends by itself; a call of ``generate`` then runs until
+its longest row is done, which is how TRL's own generation meets such lengths.
 
-TRL runs with what is best for it here, found by trying: gradient checkpointing off (it is on by default), fp32 instead of
-bf16, and the rows of a microbatch (``--trl-rows``) and of a ``generate`` call (``--trl-generation-rows``) set for each model.
-hybridflow runs with its defaults.
+hybridflow runs with its defaults. TRL runs with what was best for it among those tried: gradient checkpointing off (it is
+on by default), fp32 instead of bf16, all rows in one call of ``generate`` (``--trl-generation-rows``), and a small
+microbatch (``--trl-rows``).
 """
 
 from __future__ import annotations

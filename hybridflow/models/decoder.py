@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.models.spec import DecoderSpec, RopeScaling
+from hybridflow.ops.linear import linear
 
 __all__ = ["Attend", "CausalAttention", "Decoder", "init_weights", "linear", "rope_frequencies"]
 
@@ -100,22 +101,6 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``. In inference mode, large fp32 products on a CPU go to oneDNN, which torch keeps for its compiler.
-
-    F.linear takes MKL, which is half as fast on AMD processors (104 against 200 GFLOP/s, one Zen 5 core, 64 rows). Results
-    differ by rounding: a root mean square error of 7e-7 of the result's size instead of 3e-7.
-    """
-    if torch.is_inference_mode_enabled() and x.dtype == torch.float32 and x.device.type == "cpu":
-        large = x.numel() * len(weight) > _ONEDNN_MIN_PRODUCTS
-        if large and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    return F.linear(x, weight, bias)
-
-
-_ONEDNN_MIN_PRODUCTS = 2**20  # below it, the 10 microseconds that a call costs more are not won back
 
 
 class RMSNorm(nn.Module):

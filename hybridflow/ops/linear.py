@@ -1,0 +1,58 @@
+"""Matrix products through oneDNN, where torch would take a slower way.
+
+For fp32 on a CPU torch takes MKL, which is half as fast on AMD processors: 105 against 240 GFLOP/s on one Zen 5 core,
+forward and backward alike. torch keeps oneDNN's fp32 product for its compiler. Results differ by rounding: a root mean
+square error of 7e-7 of the result's size instead of 3e-7.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["linear", "product"]
+
+_MIN_PRODUCTS = 2**20  # below it, the 10 microseconds that a call costs more are not won back
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: x [N, I], weight [O, I], bias [O] -> [N, O]."""
+    if not _fast(x, x.numel() * len(weight)):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _onednn(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, [N, I] and [I, O], without gradients; transposed views cost nothing."""
+    return _onednn(left, right.T) if _fast(left, left.numel() * right.shape[1]) else left @ right
+
+
+def _fast(x: Tensor, num_products: int) -> bool:
+    suits = x.dtype == torch.float32 and x.device.type == "cpu" and num_products > _MIN_PRODUCTS
+    return suits and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            product(grad, weight) if need_x else None,
+            product(grad.T, x) if need_weight else None,
+            grad.sum(0) if need_bias else None,
+        )
