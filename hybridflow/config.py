@@ -13,7 +13,7 @@ from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
 from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.algorithms.sft import SFTConfig
-from hybridflow.core.config import Config, apply_overrides, parse, read_toml
+from hybridflow.core.config import Config, apply_overrides, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
@@ -24,7 +24,7 @@ from hybridflow.workers.env_sampler import ExplorationConfig
 from hybridflow.workers.learner import UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
 
-__all__ = ["RunConfig", "load_config"]
+__all__ = ["RunConfig", "load_config", "resolved", "validate"]
 
 
 class FreshModel(Config):
@@ -68,7 +68,7 @@ class GenerationConfig(Config):
     top_p: float = Field(1.0, gt=0, le=1)
     stop: tuple[str, ...] = ()
     """strings that end a response, besides the model's end tokens"""
-    max_slots: int = Field(64, gt=0)
+    max_slots: int = Field(128, gt=0)
     """responses that grow side by side; lower it when memory runs out"""
 
 
@@ -152,6 +152,11 @@ class RunConfig(Config):
             "total_steps": train.steps * train.updates_per_step * train.minibatches * train.epochs,
             "seed": self.seed,
         }
+
+
+def resolved(config: RunConfig) -> str:
+    """The configuration with all defaults, as TOML; without the sections of other algorithms, which nothing reads."""
+    return to_toml(config, set(ALGORITHMS) - {config.algorithm})
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from hybridflow import checkpoint
 from hybridflow.build import Run, build
-from hybridflow.config import RunConfig
-from hybridflow.core.config import read_toml, to_toml
+from hybridflow.config import RunConfig, resolved
+from hybridflow.core.config import read_toml
 from hybridflow.hooks import Checkpointer, Evaluator, Reporter
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
@@ -93,7 +93,8 @@ def _evaluator(run: Run, console: RunConsole, timeline: Timeline) -> Evaluator |
 def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
     evaluations = [record for record in read_records(directory.metrics) if "eval/score" in record]
     kept = [{key: record[key] for key in ("step", *EVALUATION)} for record in evaluations]
-    write_result(directory.path, {"steps": run.trainer.step, "evaluations": kept})
+    ends = {"before": kept[0], "after": kept[-1]} if kept else {}
+    write_result(directory.path, {"steps": run.trainer.step, **ends, "evaluations": kept})
     if run.config.checkpoint.export:
         shutil.rmtree(directory.path / "model", ignore_errors=True)  # of this very run, before it was resumed
         run.parts.export(directory.path / "model")
@@ -106,9 +107,9 @@ def _checkpoint(run_dir: Path, resume: str) -> Path:
 
 def _directory(path: Path, config: RunConfig, resumed: bool) -> RunDirectory:
     if not resumed:
-        return RunDirectory.create(path, to_toml(config))
+        return RunDirectory.create(path, resolved(config))
     directory = RunDirectory.open(path)
-    changed = _differences(read_toml(directory.config), tomllib.loads(to_toml(config)))
+    changed = _differences(read_toml(directory.config), tomllib.loads(resolved(config)))
     if changed:
         Console().print(f"resuming with other settings than before: {', '.join(changed)}", style="yellow")
     return directory

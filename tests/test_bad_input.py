@@ -161,7 +161,9 @@ def test_model_folders_that_cannot_be_used(
         ("p.txt", "a", "can't read .txt"),
     ],
 )
-def test_prompt_files(config: Any, hybridflow: Program, tmp_path: Path, tiny_model: Path, name: str, text: str, message: str) -> None:
+def test_prompt_files(
+    config: Any, hybridflow: Program, tmp_path: Path, tiny_model: Path, name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     data = {"prompts": str(tmp_path / name)}
     line = one_line(hybridflow("train", config(actor__fresh=None, actor__model=str(tiny_model), data=data)))
@@ -186,14 +188,18 @@ def one_in_hundred(response, answer):
     ("function", "reason"),
     [("text", "'good'"), ("nothing", "None"), ("nan", "nan"), ("always", "no idea"), ("endless", "timed out after 0.3 s")],
 )
-def test_rewards_that_never_score_stop_the_run(config: Any, hybridflow: Program, tmp_path: Path, function: str, reason: str) -> None:
+def test_rewards_that_never_score_stop_the_run(
+    config: Any, hybridflow: Program, tmp_path: Path, function: str, reason: str
+) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     reward = {"functions": [f"{tmp_path / 'rewards.py'}:{function}"], "timeout_s": 0.3}
     line = one_line(hybridflow("train", config(reward=reward)))
     assert reason in line
 
 
-def test_rewards_that_sometimes_fail_drop_their_groups_and_are_counted(config: Any, hybridflow: Program, tmp_path: Path) -> None:
+def test_rewards_that_sometimes_fail_drop_their_groups_and_are_counted(
+    config: Any, hybridflow: Program, tmp_path: Path
+) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
     reward = {"functions": [f"{tmp_path / 'rewards.py'}:one_in_hundred"], "max_failed_fraction": 0.6}
     os.environ["PYTHONHASHSEED"] = "0"
@@ -208,7 +214,9 @@ def test_rewards_that_sometimes_fail_drop_their_groups_and_are_counted(config: A
 def test_a_run_directory_that_is_in_use(config: Any, hybridflow: Program, tmp_path: Path) -> None:
     assert hybridflow("train", config()).code == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert "holds a run already; continue it with --resume or choose another run_dir" in one_line(hybridflow("train", config()))
+    assert "holds a run already; continue it with --resume or choose another run_dir" in one_line(
+        hybridflow("train", config())
+    )
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
@@ -237,7 +245,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MB, which only root can mount."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"a small disk can't be mounted here: {mounted.stderr.decode().strip()}")
     try:

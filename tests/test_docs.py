@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import shlex
 import shutil
@@ -47,7 +47,7 @@ def test_the_readme_s_commands_run(
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3 + 4?\n"))
     pages = [words for words in commands(ROOT / "README.md") if words[0] == "hybridflow"]
     assert len(pages) > 15
     for words in pages:
@@ -73,7 +73,9 @@ def test_links_and_pictures_exist() -> None:
 
 
 def test_files_named_in_the_documentation_exist() -> None:
-    named = re.findall(r"`((?:tests|hybridflow)/[\w/.]+)`", (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text())
+    named = re.findall(
+        r"`((?:tests|hybridflow)/[\w/.]+)`", (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
+    )
     assert named and all((ROOT / name).exists() for name in named)
 
 

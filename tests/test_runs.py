@@ -17,8 +17,7 @@ from conftest import CARTPOLE, REVERSE, with_keys
 
 from hybridflow import checkpoint
 from hybridflow.build import build
-from hybridflow.config import validate
-from hybridflow.core.config import to_toml
+from hybridflow.config import resolved, validate
 from hybridflow.launch import train
 
 TIMED = ("time/", "tokens_per_s", "env_steps_per_s", "memory/")
@@ -65,7 +64,9 @@ def test_a_run_leaves_a_complete_directory(tmp_path: Path) -> None:
     assert keys <= set(lines[1])
     assert lines[1]["policy_version"] == 1 and lines[2]["policy_version"] == 2
     timed = json.loads((out / "metrics.jsonl").read_text().splitlines()[1])
-    assert {"time/generate_s", "time/reward_s", "time/learn_s", "time/step_s", "tokens_per_s", "memory/rss_gb"} <= set(timed)
+    assert {"time/generate_s", "time/reward_s", "time/learn_s", "time/step_s", "tokens_per_s", "memory/rss_gb"} <= set(
+        timed
+    )
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert samples[0]["prompt"].endswith(">") and samples[0]["score"] is not None
     events = json.loads((out / "timeline.json").read_text())
@@ -109,7 +110,7 @@ def test_twenty_and_twenty_steps_are_forty_bit_for_bit(name: str, tmp_path: Path
 
 def test_interrupting_finishes_the_step_and_resuming_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     data = with_keys(REVERSE, train__steps=300, checkpoint={"every": 300}, run_dir=str(tmp_path / "cut"))
-    (tmp_path / "run.toml").write_text(to_toml(validate(data, "test")))
+    (tmp_path / "run.toml").write_text(resolved(validate(data, "test")))
     command = [sys.executable, "-m", "hybridflow.cli", "train", str(tmp_path / "run.toml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = tmp_path / "cut" / "metrics.jsonl"
@@ -143,10 +144,13 @@ def learned(data: dict[str, Any], **keys: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("keys", [{"train__token_budget": 8}, {"train__token_budget": 50}, {"generation__max_slots": 3}])
 def test_how_work_is_split_does_not_change_what_is_learned(keys: dict[str, Any]) -> None:
-    """Small budgets make many microbatches, few slots another generation order; Adam's first steps amplify rounding."""
-    whole, split = learned(REVERSE), learned(REVERSE, **keys)
+    """Small budgets make many microbatches, few slots another generation order. A large eps keeps Adam from turning the
+    sign of a gradient that is nothing but rounding into a whole step."""
+    data = with_keys(REVERSE, actor__optimizer__eps=1e-3)
+    first, whole, split = learned(data, train__steps=1), learned(data), learned(data, **keys)
+    assert max(float((tensor - first[name]).abs().max()) for name, tensor in whole.items()) > 1e-4
     for name, tensor in whole.items():
-        torch.testing.assert_close(tensor, split[name], rtol=0, atol=2e-5)
+        torch.testing.assert_close(tensor, split[name], rtol=0, atol=1e-6)
 
 
 def test_the_seed_decides() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from hybridflow.build import make_parts
@@ -27,7 +28,7 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
         result = parts.evaluate()
     finally:
         runtime.stop()
-    record = {"score": result.score, "low": result.low, "high": result.high, "count": result.count}
+    record = asdict(result)
     if source.is_dir():
         write_result(source, {"evaluation": record})
     if as_json:

@@ -8,7 +8,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,9 +86,9 @@ def keys(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any,
             )
 
 
-def to_toml(config: Config) -> str:
-    """The resolved configuration as TOML, readable by ``read_toml``; keys without a value are left out."""
-    return "\n".join(_sections(config.model_dump(mode="json"), ())) + "\n"
+def to_toml(config: Config, leave_out: Collection[str] = ()) -> str:
+    """All values as TOML, readable by ``read_toml``, without keys that have none and without the keys ``leave_out``."""
+    return "\n".join(_sections(config.model_dump(mode="json", exclude=set(leave_out)), ())) + "\n"
 
 
 def _sections(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Confidence intervals, and the result file of an evaluation."""
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,11 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
-    """Write ``result.json`` into a run directory and return its path; numbers that are not finite become null."""
+    """Put the entries of ``result`` into the run's ``result.json``, beside those that it has; numbers that are not finite
+    become null."""
     path = Path(run_dir) / "result.json"
-    write_whole(path, (to_json(result, indent=2) + "\n").encode())
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_whole(path, (to_json({**before, **result}, indent=2) + "\n").encode())
     return path
 
 

@@ -52,7 +52,7 @@ class TextSampler:
         prompts = batch.ragged("prompt")
         requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
         done = self.engine.generate(requests, params or self.params)
-        self._observe(done, prompts)
+        self._observe(done)
         return Batch(
             {
                 "tokens": Ragged.from_rows(
@@ -68,11 +68,11 @@ class TextSampler:
             len(done),
         )
 
-    def _observe(self, completions: list[Completion], prompts: Ragged) -> None:
+    def _observe(self, completions: list[Completion]) -> None:
         add, count = self.context.metrics.add, len(completions)
         add("response_length", sum(len(c.tokens) for c in completions), count)
         add("truncated", sum(c.finish == "length" for c in completions), count)
-        add("tokens", sum(len(c.tokens) for c in completions) + len(prompts.values))
+        add("tokens", sum(len(c.tokens) for c in completions))
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:

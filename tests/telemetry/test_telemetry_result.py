@@ -66,5 +66,5 @@ def test_write_result(tmp_path: Path) -> None:
     assert path == tmp_path / "result.json"
     assert json.loads(path.read_text()) == {"accuracy": 0.5, "high": None, "before": {"count": 3}}
     write_result(tmp_path, {"accuracy": 0.75})
-    assert json.loads(path.read_text()) == {"accuracy": 0.75}
+    assert json.loads(path.read_text()) == {"accuracy": 0.75, "high": None, "before": {"count": 3}}
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]

@@ -1,0 +1,36 @@
+"""Examples that must learn, run whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def last_evaluation(run: Path) -> dict[str, Any]:
+    evaluations: list[dict[str, Any]] = json.loads((run / "result.json").read_text())["evaluations"]
+    return evaluations[-1]
+
+
+@pytest.mark.timeout(300)
+def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    assert hybridflow("train", EXAMPLES / "reverse.toml", "--run_dir", tmp_path / "run").code == 0
+    assert last_evaluation(tmp_path / "run")["eval/score"] > 0.95
+    again = hybridflow("eval", tmp_path / "run", "--json")
+    assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
+
+
+@pytest.mark.parametrize("name", ["cartpole", "dqn_cartpole"])
+@pytest.mark.timeout(300)
+def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str) -> None:
+    """The environment counts as solved at 475 (Gymnasium); 20 episodes or more are evaluated."""
+    assert hybridflow("train", EXAMPLES / f"{name}.toml", "--run_dir", tmp_path / "run").code == 0
+    assert last_evaluation(tmp_path / "run")["eval/score"] >= 475
+    again = hybridflow("eval", tmp_path / "run", "--json")
+    assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
