@@ -19,7 +19,7 @@ from hybridflow.core.roles import Role
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
-from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
+from hybridflow.models.nets import make_policy, make_q, make_value
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
 from hybridflow.workers.learner import Learner, Networks
@@ -37,6 +37,10 @@ class EnvironmentParts:
         self.spaces = spaces_of(environment)
         self._slots = rollout_source(environment)
 
+    def describe(self) -> str:
+        """One line on the model and the environments."""
+        return f"{self.actor.describe()}, {self.environment.num_envs} x {self.environment.id}"
+
     def source(self, step: int) -> Batch:
         return self._slots
 
@@ -47,7 +51,7 @@ class EnvironmentParts:
     def actor(self) -> InPlaceActor:
         """The policy, or the action values, with the sampler that steps the environments."""
         config, learns_values = self.config, self.config.algorithm == "dqn"
-        build = partial(_actor_networks, self.spaces, config.actor.net, config.seed, learns_values, config.actor.model)
+        build = partial(_actor_networks, self.spaces, config, learns_values)
         networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"))
         exploration = config.exploration if learns_values else None
         learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
@@ -55,7 +59,7 @@ class EnvironmentParts:
         return InPlaceActor(self.runtime, learner, Role("sampler", EnvSampler, args))
 
     def critic(self) -> Any:
-        build = partial(_critic_networks, self.spaces, self.config.critic.net, self.config.seed)
+        build = partial(_critic_networks, self.spaces, self.config)
         networks = Networks(build, "value", ("observations",))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
@@ -76,21 +80,20 @@ class EnvironmentParts:
         self.actor.learner.export(partial(save_model, filename=str(folder / WEIGHTS)))
 
 
-def _actor_networks(
-    spaces: tuple[Any, Any], net: NetConfig, seed: int, learns_values: bool, folder: str | None
-) -> dict[str, nn.Module]:
+def _actor_networks(spaces: tuple[Any, Any], config: RunConfig, learns_values: bool) -> dict[str, nn.Module]:
     make = make_q if learns_values else make_policy
     # The same generator twice: the target starts equal to the network that it follows.
-    names = ("q", "target") if learns_values else ("policy",)
-    networks: dict[str, nn.Module] = {name: make(*spaces, net, torch_generator(seed, "init", 0)) for name in names}
-    if folder is not None:
-        path = Path(folder) / WEIGHTS
+    names, net = ("q", "target") if learns_values else ("policy",), config.actor.net
+    networks: dict[str, nn.Module] = {name: make(*spaces, net, torch_generator(config.seed, "init", 0)) for name in names}
+    if config.actor.model is not None:
+        path = Path(config.actor.model) / WEIGHTS
         if not path.is_file():
             raise ModelError(f"actor.model: {path} is missing; expected the model folder of a run in this environment")
         for network in networks.values():
             load_model(network, str(path))
-    return networks
+    return {name: network.to(config.torch_device) for name, network in networks.items()}
 
 
-def _critic_networks(spaces: tuple[Any, Any], net: NetConfig, seed: int) -> dict[str, nn.Module]:
-    return {"value": make_value(spaces[0], net, torch_generator(seed, "init", 1))}
+def _critic_networks(spaces: tuple[Any, Any], config: RunConfig) -> dict[str, nn.Module]:
+    network = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    return {"value": network.to(config.torch_device)}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hybridflow.algorithms import ALGORITHMS
-from hybridflow.config import FreshModel, ModelConfig, RunConfig
+from hybridflow.config import FreshModel, ModelConfig, RunConfig, TrainedConfig
 from hybridflow.controller.actor import InPlaceActor
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
@@ -49,8 +49,9 @@ class DecoderSource:
     spec: DecoderSpec
     folder: Path | None
     dtype: torch.dtype
+    device: torch.device
     seed: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool = False
 
     def build(self) -> Decoder:
         if self.folder is not None:
@@ -58,20 +59,21 @@ class DecoderSource:
         else:
             decoder = empty_decoder(self.spec, torch.float32)
             init_weights(decoder, torch_generator(self.seed, "init"))
-            decoder = decoder.to(self.dtype)
+        decoder = decoder.to(self.device, self.dtype)
         decoder.activation_checkpointing = self.activation_checkpointing
         return decoder
 
 
-def decoder_source(model: ModelConfig, seed: int, vocab_size: int | None = None) -> DecoderSource:
-    """The decoder that a section describes; ``vocab_size`` is that of the tokenizer of a fresh model."""
+def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> DecoderSource:
+    """The decoder that a section describes; ``vocab_size`` is that of the tokenizer, for a fresh model."""
     folder = None if model.model is None else resolve(model.model)
     if folder is not None:
         spec = read_spec(folder)
     else:
-        assert model.fresh is not None and vocab_size is not None, "validated"
+        assert model.fresh is not None, "validated"
         spec = fresh_spec(model.fresh, vocab_size)
-    return DecoderSource(spec, folder, DTYPES[model.dtype], seed, model.activation_checkpointing)
+    recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
+    return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
 
 
 def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
@@ -102,12 +104,29 @@ class TextParts:
         self.tokenizer = self._tokenizer()
         self.prompts = data.source(self.task.train, self.tokenizer, config.seed)
         self.held_out = data.source(self.task.evaluation, self.tokenizer, config.seed) if self.task.evaluation else None
-        self.decoder = decoder_source(config.actor, config.seed, self.tokenizer.vocab_size)
+        self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
         self._check_lengths()
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:
         return self._evaluate if self.held_out is not None and self._reward_specs() else None
+
+    def describe(self) -> str:
+        """One line on the model and the data."""
+        parts = [
+            self.actor.describe(),
+            f"{len(self.prompts)} prompts",
+            f"{len(self.held_out) if self.held_out else 0} held out",
+        ]
+        parts += [f"{count} {what}" for what, count in self._long_prompts().items() if count]
+        return ", ".join(parts)
+
+    def _long_prompts(self) -> dict[str, int]:
+        sources = [self.prompts, *([self.held_out] if self.held_out else [])]
+        return {
+            "skipped as too long": sum(source.num_skipped for source in sources),
+            "truncated": sum(source.num_truncated for source in sources),
+        }
 
     def source(self, step: int) -> Batch:
         train = self.config.train
@@ -210,7 +229,7 @@ class TextParts:
         if model.model is None and model.fresh is None:
             own = {"model": self.config.actor.model, "fresh": self.config.actor.fresh}
             model = model.model_copy(update=own)
-        source = decoder_source(model, self.config.seed, self.tokenizer.vocab_size)
+        source = decoder_source(model, self.config, self.tokenizer.vocab_size)
         if source.spec.vocab_size != self.decoder.spec.vocab_size:
             raise ModelError(
                 f"{model.model}: has {source.spec.vocab_size} tokens, but the actor {self.decoder.spec.vocab_size}; "

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
 from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.algorithms.sft import SFTConfig
-from hybridflow.core.config import Config, apply_overrides, parse, read_toml, to_toml
+from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
@@ -41,18 +43,38 @@ class FreshModel(Config):
     rope_theta: float = Field(10_000.0, gt=1)
     """base of the rotary wavelengths; about the longest sequence for models of short ones"""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kv_heads = self.num_kv_heads or self.num_heads
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(f"hidden_size {self.hidden_size} isn't an even multiple of num_heads {self.num_heads}")
+        if self.num_heads % kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} isn't a multiple of num_kv_heads {kv_heads}")
+        return self
+
 
 class ModelConfig(Config):
-    """Keys of ``[actor]``, ``[critic]`` and ``[reference]``."""
+    """Keys of ``[reference]``, and the first of ``[actor]`` and ``[critic]``."""
 
     model: str | None = None
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
     fresh: FreshModel | None = None
     """instead of model: a decoder from random weights"""
-    net: NetConfig = NetConfig()
-    """for environments: the network"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of weights and activations; the optimizer keeps float32 masters"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.model is not None and self.fresh is not None:
+            raise ValueError("has both model and fresh; give one")
+        return self
+
+
+class TrainedConfig(ModelConfig):
+    """Keys of ``[actor]`` and ``[critic]``."""
+
+    net: NetConfig = NetConfig()
+    """for environments: the network"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -120,12 +142,14 @@ class RunConfig(Config):
     """where the run writes; a new folder"""
     threads: int = Field(0, ge=0)
     """of torch; 0: one for each core"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where models live; auto: the GPU if there is one"""
     sft: SFTConfig = SFTConfig()
     grpo: GRPOConfig = GRPOConfig()
     ppo: PPOConfig = PPOConfig()
     dqn: DQNConfig = DQNConfig()
-    actor: ModelConfig = ModelConfig()
-    critic: ModelConfig = ModelConfig()
+    actor: TrainedConfig = TrainedConfig()
+    critic: TrainedConfig = TrainedConfig()
     reference: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()
     data: DataConfig | None = None
@@ -138,12 +162,28 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @property
+    def torch_device(self) -> torch.device:
+        """What ``device`` comes to on this machine."""
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.device(found if self.device == "auto" else self.device)
+
+    def sections(self) -> set[str]:
+        """The sections that a run of this algorithm, on these inputs, reads."""
+        method = ALGORITHMS[self.algorithm]
+        roles = inspect.signature(method.algorithm).parameters
+        read = {"actor", "train", "evaluation", "checkpoint", self.algorithm, *(["critic"] if "critic" in roles else [])}
+        if self.environment is not None:
+            return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
+        needs_reference = method.algorithm.needs_reference(self.method)
+        return read | {"data", "generation", "reward"} | ({"reference"} if needs_reference else set())
+
+    @property
     def method(self) -> Config:
         """The section of the algorithm."""
         section: Config = getattr(self, self.algorithm)
         return section
 
-    def learner_args(self, model: ModelConfig) -> dict[str, Any]:
+    def learner_args(self, model: TrainedConfig) -> dict[str, Any]:
         """Arguments of the learner of ``model``; its learning rate schedule spans the whole run."""
         train = self.train
         return {
@@ -155,8 +195,12 @@ class RunConfig(Config):
 
 
 def resolved(config: RunConfig) -> str:
-    """The configuration with all defaults, as TOML; without the sections of other algorithms, which nothing reads."""
-    return to_toml(config, set(ALGORITHMS) - {config.algorithm})
+    """The configuration with all defaults, as TOML; without the sections that nothing reads."""
+    return to_toml(config, _all_sections() - config.sections())
+
+
+def _all_sections() -> set[str]:
+    return {name.split(".")[0] for name, *_ in keys(RunConfig) if "." in name} | set(ALGORITHMS)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -187,26 +231,17 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _section_conflicts(config: RunConfig) -> Iterator[str]:
-    others = [name for name in ALGORITHMS if name != config.algorithm and name in config.model_fields_set]
-    for name in others:
-        yield f"[{name}] is set, but algorithm = {config.algorithm!r} doesn't read it; remove the section"
     given = [name for name in ("data", "environment") if getattr(config, name) is not None]
     inputs = ALGORITHMS[config.algorithm].inputs
     if len(given) != 1:
         yield f"needs {' or '.join(f'[{name}]' for name in inputs)}, one of them; found {' and '.join(given) or 'none'}"
     elif given[0] not in inputs:
         yield f"algorithm = {config.algorithm!r} runs on {' or '.join(f'[{name}]' for name in inputs)}, not on [{given[0]}]"
+    else:
+        for name in sorted((config.model_fields_set & _all_sections()) - config.sections()):
+            yield f"[{name}] is set, but {config.algorithm} on [{given[0]}] doesn't read it; remove the section"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:
-    for name in ("actor", "critic", "reference"):
-        model: ModelConfig = getattr(config, name)
-        if model.model is not None and model.fresh is not None:
-            yield f"[{name}] has both model and fresh; give one"
     if config.actor.model is None and config.actor.fresh is None:
         yield '[actor] needs model = "..." (hybridflow models list) or a section [actor.fresh]'
-    fresh = config.actor.fresh
-    if fresh and fresh.hidden_size % fresh.num_heads:
-        yield f"actor.fresh: hidden_size {fresh.hidden_size} isn't a multiple of num_heads {fresh.num_heads}"
-    if fresh and fresh.num_kv_heads and fresh.num_heads % fresh.num_kv_heads:
-        yield f"actor.fresh: num_heads {fresh.num_heads} isn't a multiple of num_kv_heads {fresh.num_kv_heads}"

@@ -16,6 +16,7 @@ from hybridflow import checkpoint
 from hybridflow.build import Run, build
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
+from hybridflow.core.errors import RewardError
 from hybridflow.hooks import Checkpointer, Evaluator, Reporter
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
@@ -43,6 +44,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     run = build(config)
     try:
         return _train(run, _directory(path, config, state is not None), state)
+    except BaseException:
+        if run.trainer.step == 0:
+            shutil.rmtree(path, ignore_errors=True)  # made by this run, which has done nothing yet: the name stays free
+        raise
     finally:
         run.runtime.stop()
 
@@ -63,9 +68,10 @@ def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None) -> i
             run.state_dict, directory.checkpoints, config.checkpoint.every, config.checkpoint.keep, timeline
         )
         trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline), checkpointer]
+        console.note(run.parts.describe())
         if evaluator and start == 0:
             tracker.log(0, evaluator.run(0).metrics())
-        with _stop_on_interrupt(trainer, console):
+        with _stop_on_interrupt(trainer, console), _save_on_reward_error(trainer, checkpointer, console):
             trainer.train(steps)
         if trainer.step < steps:
             checkpointer.save(trainer.step)
@@ -123,6 +129,18 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif old.get(key) != new.get(key):
             found.append(f"{prefix}{key} = {new.get(key)!r} (was {old.get(key)!r})")
     return found
+
+
+@contextlib.contextmanager
+def _save_on_reward_error(trainer: Trainer, checkpointer: Checkpointer, console: RunConsole) -> Iterator[None]:
+    """A reward fails before anything of its step is learned, so what was learned until then can be kept."""
+    try:
+        yield
+    except RewardError:
+        if trainer.step > 0:
+            checkpointer.save(trainer.step)
+            console.note(f"saved after step {trainer.step}; mend the reward, then go on with --resume")
+        raise
 
 
 @contextlib.contextmanager

@@ -64,13 +64,15 @@ def one_line(outcome: Outcome) -> str:
     [
         ({"train__stesp": 3}, "unknown key train.stesp; did you mean train.steps?"),
         ({"train__group_size": 1}, "train.group_size = 1: grpo compares the responses to one prompt and needs at least 2"),
-        ({"ppo": {"gamma": 0.9}}, "[ppo] is set, but algorithm = 'grpo' doesn't read it"),
+        ({"ppo": {"gamma": 0.9}}, "[ppo] is set, but grpo on [data] doesn't read it; remove the section"),
+        ({"replay": {"capacity": 9}}, "[replay] is set, but grpo on [data] doesn't read it"),
+        ({"reference": {"model": "x"}}, "[reference] is set, but grpo on [data] doesn't read it"),
         ({"environment": {"id": "CartPole-v1"}}, "needs [data], one of them; found data and environment"),
         ({"data__task": "revers"}, "unknown task 'revers': did you mean reverse?"),
         ({"data__options": {"lenght": 3}}, "unknown option 'lenght'; known are length"),
         ({"actor__fresh": None, "actor__model": "no/such/folder"}, "no/such/folder"),
         ({"actor__fresh": None}, '[actor] needs model = "..."'),
-        ({"actor__fresh__num_heads": 5}, "hidden_size 32 isn't a multiple of num_heads 5"),
+        ({"actor__fresh__num_heads": 5}, "hidden_size 32 isn't an even multiple of num_heads 5"),
         ({"data": {"prompts": "missing.jsonl"}}, "missing.jsonl: no such file"),
         ({"reward": {"functions": ["no_such_module:f"]}}, "no_such_module"),
         ({"reward": {"functions": ["json:dump"]}}, "requires a parameter"),
@@ -195,6 +197,33 @@ def test_rewards_that_never_score_stop_the_run(
     reward = {"functions": [f"{tmp_path / 'rewards.py'}:{function}"], "timeout_s": 0.3}
     line = one_line(hybridflow("train", config(reward=reward)))
     assert reason in line
+    assert not (tmp_path / "run").exists()  # nothing was learned, so the name stays free
+
+
+def test_a_reward_that_starts_to_fail_loses_nothing(config: Any, hybridflow: Program, tmp_path: Path) -> None:
+    source = "import pathlib\nFLAG = pathlib.Path(__file__).with_name('flag')\n"
+    source += "def f(response):\n    if FLAG.exists(): raise ValueError('gone')\n    return len(response)\n"
+    (tmp_path / "rewards.py").write_text(source)
+    reward = {"functions": [f"{tmp_path / 'rewards.py'}:f"]}
+    path = config(reward=reward, train__steps=4, evaluation__every=0)
+
+    from hybridflow.hooks import Reporter
+
+    original = Reporter.__call__
+
+    def fail_after_two(self: Reporter, step: Any) -> None:
+        original(self, step)
+        if step.number == 2:
+            (tmp_path / "flag").touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reporter, "__call__", fail_after_two)
+        outcome = hybridflow("train", path)
+    assert "gone" in one_line(outcome) and "saved after step 2" in outcome.out
+    (tmp_path / "flag").unlink()
+    assert hybridflow("train", path, "--resume").code == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4]
 
 
 def test_rewards_that_sometimes_fail_drop_their_groups_and_are_counted(

@@ -15,3 +15,8 @@ class InPlaceActor:
         self.learner, self.sampler = runtime.role(learner), runtime.role(sampler)
         runtime.share(learner.name, sampler.name)
         self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend
+
+    def describe(self) -> str:
+        """How large the policy is."""
+        total, trained = self.learner.num_parameters()
+        return f"policy of {total:,} parameters" + ("" if trained == total else f", {trained:,} trained")

@@ -102,7 +102,7 @@ class Learner:
             total.backward()  # type: ignore[no-untyped-call]
             self._observe(result, loss)
             for name, values in written.items():
-                values[micro.places] = result.columns[name].numpy()
+                values[micro.places] = result.columns[name].float().cpu().numpy()
         self._step(units.batch, loss)
 
     def _loss(self, batch: Batch, loss: Fn) -> Loss:
@@ -143,6 +143,12 @@ class Learner:
             pairs = zip(self.networks[target].parameters(), self.networks[source].parameters(), strict=True)
             for old, new in pairs:
                 old.lerp_(new, weight)
+
+    @control
+    def num_parameters(self) -> tuple[int, int]:
+        """(all, trained) of the main network."""
+        sizes = [(p.numel(), p.numel() * p.requires_grad) for p in self.model.parameters()]
+        return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)
 
     @control
     def export(self, save: Callable[[Any], None]) -> None:

@@ -191,3 +191,9 @@ def test_resume_is_bit_exact() -> None:
     for seed in range(2, 4):
         resumed.update(batch(seed=seed), LOSSES[0])
     assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_activation_checkpointing_changes_memory_and_nothing_else() -> None:
+    plain, recomputed = learner(), learner()
+    recomputed.model.decoder.activation_checkpointing = True
+    assert_same(gradients(plain, batch(), LOSSES[0]), gradients(recomputed, batch(), LOSSES[0]))

@@ -1,0 +1,32 @@
+"""The configuration as a whole: few keys, each read, each explained or plain."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hybridflow
+from hybridflow.config import RunConfig, load_config, resolved, validate
+from hybridflow.core.config import keys, read_toml
+
+ROOT = Path(hybridflow.__file__).parent
+EXAMPLES = sorted((ROOT.parent / "examples").glob("*.toml"))
+
+
+def test_every_key_is_read_by_something() -> None:
+    source = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    unread = [name for name, *_ in keys(RunConfig) if not re.search(rf"\.{name.split('.')[-1]}\b", source)]
+    assert unread == []
+
+
+def test_there_are_fewer_than_150_keys() -> None:
+    assert 50 < len(list(keys(RunConfig))) < 150
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid_and_resolve_to_themselves(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    (tmp_path / "resolved.toml").write_text(resolved(config))
+    assert validate(read_toml(tmp_path / "resolved.toml"), "resolved") == config
