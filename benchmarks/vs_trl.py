@@ -24,6 +24,7 @@ of oneDNN, which hybridflow takes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -38,7 +39,7 @@ from typing import Any
 
 GROUP, TOP_K, LR = 4, 50, 1e-5
 CELLS = {"fixed": (32, 32), "varied": (4, 64)}
-# vocabulary, hidden, intermediate, layers, heads, kv heads; prompts; TRL's rows of a generate call, and of a microbatch in each cell
+# (vocabulary, hidden, intermediate, layers, heads, kv heads); prompts; TRL's rows of a generate call, of a microbatch
 MODELS: dict[str, tuple[tuple[int, ...], int, int, dict[str, int]]] = {
     "1M": ((2048, 128, 384, 4, 4, 2), 64, 256, {"fixed": 4, "varied": 16}),
     "5M": ((8192, 256, 704, 4, 4, 2), 64, 256, {"fixed": 4, "varied": 4}),
@@ -268,8 +269,9 @@ class Side:
 
     def step(self) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended early
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
