@@ -21,6 +21,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 0
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(options, "takes_overrides", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
