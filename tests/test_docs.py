@@ -22,6 +22,7 @@ SHORT = {
     "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
     "grpo_addition.toml": ["--train.steps", "2", "--evaluation.limit", "10"],
     "custom.toml": ["--train.steps", "1"],
+    "ppo_addition.toml": ["--train.steps", "1", "--train.prompts_per_step", "4", "--evaluation.limit", "2"],
 }
 
 
@@ -42,6 +43,7 @@ def shortened(words: list[str]) -> list[str]:
     return words + more
 
 
+@pytest.mark.timeout(400)
 def test_the_readme_s_commands_run(
     hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_model: Path
 ) -> None:
