@@ -11,7 +11,6 @@ are pickles of torch: load only checkpoints that you trust.
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from hybridflow.core.errors import CheckpointError, ResourceError
+from hybridflow.core.files import appearing
 
 __all__ = ["latest", "load", "save"]
 
@@ -28,18 +28,14 @@ MANIFEST = "manifest.json"
 
 def save(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     """Write ``state`` (one file for each key) as the checkpoint of ``step``; the newest ``keep`` checkpoints remain."""
-    target, writing = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
-    shutil.rmtree(writing, ignore_errors=True)
+    target = folder / f"step-{step:08d}"
     try:
-        writing.mkdir(parents=True)
-        files = {f"{name}.pt": _write(writing / f"{name}.pt", part) for name, part in state.items()}
-        (writing / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
-        _sync(writing / MANIFEST)
+        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(target, ignore_errors=True)
-        writing.rename(target)
-        _sync(folder)
+        with appearing(target) as writing:
+            files = {f"{name}.pt": _write(writing / f"{name}.pt", part) for name, part in state.items()}
+            (writing / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
     except (OSError, RuntimeError) as error:
-        shutil.rmtree(writing, ignore_errors=True)
         raise _explain(error, target) from error
     for old in _all(folder)[:-keep]:
         shutil.rmtree(old)
@@ -68,21 +64,12 @@ def load(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, part: Any) -> dict[str, Any]:
     torch.save(part, path)
-    _sync(path)
     return {"sha256": _digest(path), "bytes": path.stat().st_size}
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _all(folder: Path) -> list[Path]:

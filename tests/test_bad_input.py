@@ -294,10 +294,10 @@ def test_a_full_disk_keeps_the_earlier_checkpoints(small_disk: Path) -> None:
 
 
 def test_out_of_memory_says_what_to_lower(config: Any, tmp_path: Path) -> None:
-    path = config(actor__fresh={"hidden_size": 40_000, "num_layers": 4, "num_heads": 4})
+    path = config(actor__fresh={"hidden_size": 100_000, "num_layers": 1, "num_heads": 4})
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+        resource.setrlimit(resource.RLIMIT_AS, (48 * 2**30, 48 * 2**30))
 
     command = [sys.executable, "-m", "hybridflow.cli", "train", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=limit, check=False)

@@ -112,14 +112,14 @@ def test_interrupting_finishes_the_step_and_resuming_equals_an_uninterrupted_run
     data = with_keys(REVERSE, train__steps=300, checkpoint={"every": 300}, run_dir=str(tmp_path / "cut"))
     (tmp_path / "run.toml").write_text(resolved(validate(data, "test")))
     command = [sys.executable, "-m", "hybridflow.cli", "train", str(tmp_path / "run.toml")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = tmp_path / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 3):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        metrics = tmp_path / "cut" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 3):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "go on with --resume" in out and "Traceback" not in out
     reached = records(tmp_path / "cut")[-1]["step"]

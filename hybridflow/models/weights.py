@@ -10,9 +10,7 @@ directions go through views and neither holds a second copy of the model.
 import errno
 import json
 import math
-import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.core.errors import ModelError, ResourceError
+from hybridflow.core.files import appearing
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
 
@@ -360,7 +359,7 @@ def save_decoder(decoder: Decoder, folder: Path, *, copy_from: Path | None = Non
     config = _merged_config(decoder, copy_from)
     shards = _shards(decoder, shard_bytes)
     size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    with disk_space(folder.parent, size), _appearing(folder) as partial:
+    with disk_space(folder.parent, size), appearing(folder) as partial:
         _write_json(partial / "config.json", config)
         _write_shards(partial, shards)
         for name in _COMPANIONS:
@@ -396,29 +395,6 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A hidden sibling that becomes ``folder`` at the end, on disk, and is removed on any error."""
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    partial.mkdir()
-    try:
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)
-        partial.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ JSON has no NaN and no infinity: a number that is not finite is written as null.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from hybridflow.core.errors import CheckpointError
+from hybridflow.core.files import write_whole
 
-__all__ = ["keep_until", "read_records", "to_json", "write_whole"]
+__all__ = ["keep_until", "read_records", "to_json"]
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -51,16 +51,6 @@ def keep_until(path: Path, step: int) -> None:
         parsed = [(line, _parse(line)) for line in path.read_bytes().splitlines()]
         kept = [line + b"\n" for line, record in parsed if record is not None and record["step"] <= step]
         write_whole(path, b"".join(kept))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content in one go: a reader, or a kill, sees the old or the new content."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

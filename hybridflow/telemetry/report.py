@@ -7,10 +7,11 @@ from typing import Any
 
 from hybridflow.core.config import read_toml
 from hybridflow.core.errors import UserError
+from hybridflow.core.files import write_whole
 from hybridflow.telemetry.charts import Chart, Run, main_charts, other_charts
 from hybridflow.telemetry.metrics import METRICS, format_number, format_seconds
 from hybridflow.telemetry.page import details, escape, page, plots, table
-from hybridflow.telemetry.records import read_records, write_whole
+from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 
 __all__ = ["write_report"]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.telemetry.records import to_json, write_whole
+from hybridflow.core.files import write_whole
+from hybridflow.telemetry.records import to_json
 
 __all__ = ["mean_interval", "wilson_interval", "write_result"]
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.core.errors import CheckpointError
-from hybridflow.telemetry.records import keep_until, write_whole
+from hybridflow.core.files import write_whole
+from hybridflow.telemetry.records import keep_until
 from hybridflow.telemetry.timeline import keep_events_until
 
 __all__ = ["RunDirectory"]

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridflow.core.errors import CheckpointError
+from hybridflow.core.files import write_whole
 from hybridflow.core.metrics import Span
-from hybridflow.telemetry.records import to_json, write_whole
+from hybridflow.telemetry.records import to_json
 
 __all__ = ["Timeline", "keep_events_until", "read_timeline", "time_split"]
 
