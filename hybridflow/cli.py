@@ -49,6 +49,19 @@ MEMORY = (
     'or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
 )
 
+BENCH_COLUMNS = """\
+columns (medians of three repetitions; the last four of a further, profiled pass):
+  tok/s      new tokens a second of wall time
+  tok/CPU-s  new tokens a second of processor time, summed over threads: steady on a machine with other work
+  limit      tok/CPU-s if prompts took FLOPs / peak and a decode step max(weight bytes / bandwidth, FLOPs / peak),
+             peak and bandwidth as measured between the repetitions, and all else took no time
+  share      tok/CPU-s as a share of the limit
+  linear     share of the time in linear layers, the head included
+  attend     ... in attention and its key-value cache
+  sample     ... from logits to tokens
+  rest       ... in norms, rotary positions, activations and bookkeeping
+"""
+
 
 def _out_of_memory(error: Exception) -> bool:
     """torch tells it as a RuntimeError of its own kind on GPUs and as a plain one on processors."""
@@ -74,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_running(command)
     _add_talking(command)
     _add_showing(command)
+    _add_bench(command)
     return parser
 
 
@@ -125,6 +139,28 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     models.add_argument("--json", action="store_true")
 
 
+def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
+    bench = command("bench", _bench, "measure the rollout engine on this machine against the limit of its processor")
+    bench.formatter_class = argparse.RawDescriptionHelpFormatter
+    bench.epilog = BENCH_COLUMNS
+    bench.add_argument("what", choices=("rollout",))
+    bench.add_argument(
+        "model",
+        nargs="?",
+        help="name, Hugging Face folder or run directory; default: random ones of 5M, 20M, 100M",
+    )
+    for name, default, text in (
+        ("--prompts", 64, "distinct prompts"),
+        ("--group", 4, "responses to each"),
+        ("--prompt-tokens", 24, "length of a prompt"),
+        ("--new-tokens", 32, "length of a response"),
+    ):
+        bench.add_argument(name, type=int, default=default, help=f"{text}; default: {default}")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    bench.add_argument("--threads", type=int, help="default: torch's, usually all cores")
+    bench.add_argument("--json", action="store_true")
+
+
 def _train(options: Any) -> int:
     from hybridflow.config import load_config
     from hybridflow.launch import train
@@ -163,6 +199,13 @@ def _chat(options: Any) -> None:
     from hybridflow.commands.talk import Speaker, chat
 
     chat(Speaker.load(options.model, options.max_new_tokens, options.temperature, options.seed), options.system)
+
+
+def _bench(options: Any) -> None:
+    from hybridflow.commands.bench import Workload, bench_rollout
+
+    workload = Workload(options.prompts, options.group, options.prompt_tokens, options.new_tokens)
+    bench_rollout(options.model, workload, options.dtype, options.threads, options.json)
 
 
 def _show(options: Any) -> int | None:

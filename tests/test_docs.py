@@ -22,6 +22,7 @@ SHORT = {
     "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
     "grpo_addition.toml": ["--train.steps", "2", "--evaluation.limit", "10"],
     "custom.toml": ["--train.steps", "1"],
+    "bench": ["--prompts", "1", "--new-tokens", "4"],
     "ppo_addition.toml": ["--train.steps", "1", "--train.prompts_per_step", "4", "--evaluation.limit", "2"],
 }
 
@@ -36,8 +37,7 @@ def commands(path: Path) -> list[list[str]]:
 def shortened(words: list[str]) -> list[str]:
     """The same command with a few steps, so that all of them take seconds."""
     words = [word for i, word in enumerate(words) if word != "--train.steps" and words[i - 1] != "--train.steps"]
-    config = next((Path(word).name for word in words if word.endswith(".toml")), "")
-    more = list(SHORT.get(config, []))
+    more = next((list(SHORT[name]) for name in (Path(word).name for word in words) if name in SHORT), [])
     if "--resume" in words:
         more[1] = str(int(more[1]) + 2)
     return words + more
