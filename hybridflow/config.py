@@ -33,9 +33,13 @@ class FreshModel(Config):
     """Sizes of a decoder that starts from random weights."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """architecture"""
     hidden_size: int = Field(64, gt=0)
+    """width of the residual"""
     num_layers: int = Field(2, gt=0)
+    """transformer layers"""
     num_heads: int = Field(4, gt=0)
+    """attention heads"""
     num_kv_heads: int | None = Field(None, gt=0)
     """fewer than num_heads for grouped-query attention; the same when left out"""
     intermediate_size: int | None = Field(None, gt=0)
@@ -84,10 +88,13 @@ class GenerationConfig(Config):
     """Keys of ``[generation]``."""
 
     max_new_tokens: int = Field(64, gt=0)
+    """tokens of a response at most"""
     temperature: float = Field(1.0, gt=0)
+    """of sampling; log-probs are of the same distribution"""
     top_k: int = Field(0, ge=0)
     """0: all tokens"""
     top_p: float = Field(1.0, gt=0, le=1)
+    """smallest set of tokens with this probability; 1: all"""
     stop: tuple[str, ...] = ()
     """strings that end a response, besides the model's end tokens"""
     max_slots: int = Field(128, gt=0)
@@ -98,7 +105,9 @@ class TrainConfig(Config):
     """Keys of ``[train]``."""
 
     steps: int = Field(100, gt=0)
+    """rollouts, each followed by learning"""
     prompts_per_step: int = Field(16, gt=0)
+    """prompts of a rollout"""
     group_size: int = Field(1, gt=0)
     """responses to each prompt"""
     minibatches: int = Field(1, gt=0)
@@ -137,7 +146,9 @@ class RunConfig(Config):
     """The whole configuration of a run."""
 
     algorithm: Literal["sft", "grpo", "ppo", "dqn"]
+    """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
+    """all randomness derives from it"""
     run_dir: str
     """where the run writes; a new folder"""
     threads: int = Field(0, ge=0)

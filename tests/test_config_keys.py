@@ -25,6 +25,10 @@ def test_there_are_fewer_than_150_keys() -> None:
     assert 50 < len(list(keys(RunConfig))) < 150
 
 
+def test_every_key_is_explained() -> None:
+    assert [name for name, _, _, meaning in keys(RunConfig) if not meaning] == []
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_valid_and_resolve_to_themselves(path: Path, tmp_path: Path) -> None:
     config = load_config(path)

@@ -32,6 +32,7 @@ class GRPOConfig(Config):
     scale: Literal["std", "none"] = "std"
     """divide by the group's standard deviation, or not; only for baseline = "mean" """
     loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
+    """the policy loss; the table in hybridflow/algorithms/grpo.py says which method each combination is"""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """tokens weigh alike; or sequences do; or each token weighs 1 / max_new_tokens"""
     clip: float = Field(0.2, gt=0)

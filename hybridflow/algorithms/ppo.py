@@ -26,8 +26,8 @@ class PPOConfig(Config):
     """lambda of generalised advantage estimation"""
     clip: float = Field(0.2, gt=0)
     """the probability ratio is clipped to 1 ± clip"""
-    value_clip: float | None = Field(0.2, gt=0)
-    """values are clipped to this distance from the old ones; leave out for no clipping"""
+    value_clip: float = Field(0.2, ge=0)
+    """values are clipped to this distance from the old ones; 0: not clipped"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     kl_coef: float = Field(0.0, ge=0)
@@ -56,7 +56,7 @@ class PPO(Algorithm):
         self.config, self.num_samples = config, 0
         self.kl = AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
         self.policy_loss = ppo_clip.bind(clip=config.clip, entropy_coef=config.entropy_coef)
-        self.value_loss = value_loss.bind(clip=config.value_clip)
+        self.value_loss = value_loss.bind(clip=config.value_clip or None)
 
     @classmethod
     def needs_reference(cls, config: PPOConfig) -> bool:

@@ -45,7 +45,9 @@ def print_table(rows: Sequence[Row], as_json: bool) -> None:
     if as_json:
         print(json.dumps(list(rows), indent=2, default=str))
         return
-    table = Table(*rows[0].keys(), box=None, header_style="bold", pad_edge=False) if rows else Table()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in rows[0] if rows else ():
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)

@@ -27,8 +27,11 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     """decoupled decay of matrices; norms and biases are never decayed"""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """decay of AdamW's mean of gradients"""
     beta2: float = Field(0.999, ge=0, lt=1)
+    """decay of AdamW's mean of squared gradients"""
     eps: float = Field(1e-8, gt=0)
+    """added to the root of that mean"""
     max_grad_norm: float = Field(1.0, gt=0)
     """gradients are scaled down to this global norm"""
     freeze: tuple[str, ...] = ()
