@@ -16,7 +16,7 @@ from hybridflow import checkpoint
 from hybridflow.build import Run, build
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
-from hybridflow.core.errors import RewardError
+from hybridflow.core.errors import CheckpointError, RewardError
 from hybridflow.hooks import Checkpointer, Evaluator, Reporter
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
@@ -41,6 +41,9 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     state = None if resume is None else checkpoint.load(_checkpoint(path, resume))
     if state is None:
         RunDirectory.refuse_used(path)
+    elif state["trainer"]["step"] >= config.train.steps:
+        found = f"the checkpoint is after step {state['trainer']['step']} and train.steps = {config.train.steps}"
+        raise CheckpointError(f"{path}: {found}, so nothing is left to do; raise train.steps to go on")
     run = build(config)
     try:
         return _train(run, _directory(path, config, state is not None), state)

@@ -257,6 +257,8 @@ def test_resuming_without_or_from_a_damaged_checkpoint(config: Any, hybridflow: 
     assert "no checkpoint to resume from" in one_line(hybridflow("train", config(), "--resume"))
     path = config(checkpoint={"every": 1})
     assert hybridflow("train", path).code == 0
+    line = one_line(hybridflow("train", path, "--resume"))
+    assert "after step 2 and train.steps = 2, so nothing is left to do" in line
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
     content = bytearray((newest / "actor.pt").read_bytes())
     content[len(content) // 2] ^= 1
