@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridflow.generation.kv_cache import round_up
 from hybridflow.generation.request import IntArray
 from hybridflow.generation.scheduler import Packing
 from hybridflow.models.decoder import CausalAttention
@@ -16,35 +17,32 @@ from hybridflow.models.spec import DecoderSpec
 
 __all__ = ["KVCache", "StepAttention"]
 
-_ROUND = 16  # attention lengths are multiples of this, so that views and room last for a few steps
-
 
 class KVCache:
-    """keys [L, S, K, E, C] and values [L, S, K, C, E]: both are right-hand sides of matrix products as they lie.
+    """For each layer keys [S, K, E, C] and values [S, K, C, E]: both are right-hand sides of matrix products as they lie.
 
     Untouched entries are 0, never garbage: what is masked is still multiplied, and 0 * NaN is NaN.
     """
 
-    def __init__(self, spec: DecoderSpec, rows: int, longest: int, weight: Tensor) -> None:
-        """longest: most positions that a row will ever need; dtype and device are those of ``weight``."""
-        self.spec, self.longest, self.length = spec, _round_up(longest), 0
-        shape = (spec.num_layers, rows, spec.num_kv_heads)
-        self.keys = weight.new_zeros(*shape, spec.head_dim, 0)
-        self.values = weight.new_zeros(*shape, 0, spec.head_dim)
+    def __init__(self, spec: DecoderSpec, weight: Tensor) -> None:
+        """Without rows; dtype and device are those of ``weight``."""
+        self.spec, self.rows, self.length = spec, 0, 0
+        self.dtype, self.device = weight.dtype, weight.device
+        self.keys = [weight.new_zeros(0, spec.num_kv_heads, spec.head_dim, 0) for _ in range(spec.num_layers)]
+        self.values = [weight.new_zeros(0, spec.num_kv_heads, 0, spec.head_dim) for _ in range(spec.num_layers)]
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self._window: list[tuple[Tensor, Tensor]] = []
         self._window_size = (0, 0)
 
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions: by half at least, so that growing costs little over a whole call."""
-        if length <= self.length:
-            return
-        room = min(self.longest, max(_round_up(length), _round_up(self.length * 3 // 2)))
-        keys = self.keys.new_zeros(*self.keys.shape[:-1], room)
-        keys[..., : self.length] = self.keys
-        self.keys = keys
-        values = self.values.new_zeros(*self.values.shape[:-2], room, self.spec.head_dim)
-        values[..., : self.length, :] = self.values
-        self.values, self.length, self._window_size = values, room, (0, 0)
+    def reshape(self, rows: int, length: int) -> None:
+        """Another number of rows and positions; what lies in both stays. Only one layer is held twice meanwhile."""
+        n, c = min(rows, self.rows), min(length, self.length)
+        for layer, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
+            self.keys[layer] = old_keys.new_zeros(rows, *old_keys.shape[1:3], length)
+            self.keys[layer][:n, :, :, :c] = old_keys[:n, :, :, :c]
+            self.values[layer] = old_values.new_zeros(rows, old_values.shape[1], length, old_values.shape[3])
+            self.values[layer][:n, :, :c] = old_values[:n, :, :c]
+        self.rows, self.length, self._window, self._window_size = rows, length, [], (0, 0)
 
     def write(self, layer: int, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """k, v [M, K, E] -> entries (rows [M], positions [M])."""
@@ -53,8 +51,20 @@ class KVCache:
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Rows ``sources`` -> rows ``targets``, their first ``length`` positions."""
-        self.keys[:, targets, :, :, :length] = self.keys[:, sources, :, :, :length]
-        self.values[:, targets, :, :length] = self.values[:, sources, :, :length]
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[targets, :, :, :length] = keys[sources, :, :, :length]
+            values[targets, :, :length] = values[sources, :, :length]
+
+    def keep(self, row: int, length: int) -> None:
+        """Set the first ``length`` positions of a row aside."""
+        pairs = zip(self.keys, self.values, strict=True)
+        self.kept = [(keys[row, :, :, :length].clone(), values[row, :, :length].clone()) for keys, values in pairs]
+
+    def restore(self, rows: Tensor) -> None:
+        """What was set aside -> the rows."""
+        for keys, values, (kept_keys, kept_values) in zip(self.keys, self.values, self.kept, strict=True):
+            keys[rows, :, :, : kept_keys.shape[-1]] = kept_keys
+            values[rows, :, : kept_values.shape[-2]] = kept_values
 
     def window(self, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """For each layer views keys [rows * K, E, length], values [rows * K, length, E] of the first rows and positions."""
@@ -77,7 +87,7 @@ class StepAttention:
 
     def __init__(self, cache: KVCache, packing: Packing, lengths: Sequence[int]) -> None:
         """lengths [P]: of the prompts that follow the decode tokens."""
-        self.cache, self.device = cache, cache.keys.device
+        self.cache, self.device = cache, cache.device
         self.num_decoding = len(packing.positions) - sum(lengths)
         self.rows = self.tensor(packing.rows)
         self.copies, self.causal = None, None
@@ -93,11 +103,11 @@ class StepAttention:
 
     def see(self, places: Tensor) -> None:
         """places [A]: what each decode token may see is its row of the cache up to its own place."""
-        spec, length = self.cache.spec, min(self.cache.length, _round_up(int(places.max()) + 1))
+        spec, length = self.cache.spec, min(self.cache.length, round_up(int(places.max()) + 1))
         self.window = self.cache.window(len(places), length)
         self.scale = spec.head_dim**-0.5
         hidden = torch.arange(length, device=self.device) > places[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.cache.keys.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
         group = spec.num_heads // spec.num_kv_heads
         self.mask = mask[:, None, None].expand(-1, spec.num_kv_heads, group, -1).flatten(0, 1)  # [A * K, G, length]
 
@@ -115,7 +125,3 @@ class StepAttention:
         keys, values = self.window[layer]
         scores = torch.baddbmm(self.mask, q.reshape(len(keys), -1, keys.shape[1]), keys, alpha=self.scale)
         return torch.bmm(scores.softmax(-1), values).view(q.shape)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _ROUND) * _ROUND

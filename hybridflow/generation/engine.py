@@ -1,15 +1,14 @@
 """The rollout engine: continuous batching in the process and on the weights of the learner.
 
-    admit ──> tokens of active rows | new prompts ──decoder──> hidden ──head──> logits ──sample──> a token for every row
-      ^                                                                                             │
-      └──────────────── finished rows leave, the last active rows move into the holes <─────────────┘
+    add ──> waiting ──admit──> tokens of active rows | new prompts ──decoder──> hidden ──head──> logits ──sample──┐
+               ^                   ^                                                                              │
+               └──preempt──────────┴─── finished rows leave, the last active rows move into the holes <───────────┘
 
 Every step is one forward of the decoder over one packed axis: the last token of every active row, then whole prompts of
 those that are admitted. The decoder's parameters are read in place, so there is nothing to publish, export or refresh.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +18,11 @@ from torch import Tensor
 from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.core.seeding import uniforms
 from hybridflow.generation.attention import KVCache, StepAttention
+from hybridflow.generation.kv_cache import round_up
 from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Scheduler, pack
+from hybridflow.generation.table import RequestTable
 from hybridflow.models.decoder import Decoder, linear
 from hybridflow.models.spec import DecoderSpec
 
@@ -34,50 +35,135 @@ class Engine:
     """Draws responses from a decoder, whose parameters it reads and never changes.
 
     The response to a request depends on the weights, (seed, sample_id), the prompt and the sampling parameters alone, up to
-    the rounding of matrix products: not on the other requests, their order, ``max_slots`` or ``prefill_tokens``.
+    the rounding of matrix products: not on the other requests, their order, ``max_slots``, ``prefill_tokens`` or
+    ``kv_cache_gb``.
+
+    ``generate`` serves a list of requests; ``add``, ``step`` and ``abort`` serve requests that come and go. The weights may
+    change between two steps: set ``version``, and what was cached of the old ones is computed anew, so that every token
+    has the log-probability that the weights of its version give it.
     """
 
     def __init__(
-        self, decoder: Decoder, *, seed: int, max_slots: int = 64, prefill_tokens: int = 2048, decode: Decode | None = None
+        self,
+        decoder: Decoder,
+        *,
+        seed: int,
+        max_slots: int = 64,
+        prefill_tokens: int = 2048,
+        kv_cache_gb: float | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """max_slots: most responses in flight; prefill_tokens: most prompt tokens of a step (a longer prompt goes alone);
-        decode: token ids -> text, needed for stop strings only."""
+        kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows need; decode: token ids
+        -> text, needed for stop strings only."""
         if max_slots < 1 or prefill_tokens < 1:
             raise UserError(f"Engine: max_slots {max_slots} and prefill_tokens {prefill_tokens} have to be at least 1")
+        if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
+            raise UserError(f"Engine: kv_cache_gb is {kv_cache_gb}; expected a finite number above 0, or None")
         self.decoder, self.seed, self.decode = decoder, seed, decode
-        self.max_slots, self.prefill_tokens = max_slots, prefill_tokens
+        self.max_slots, self.prefill_tokens, self.kv_cache_gb = max_slots, prefill_tokens, kv_cache_gb
+        self.version = 0
+        """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0
-        """Prompt tokens that went through the decoder so far: shared prompts count once a call."""
+        """Prompt tokens that went through the decoder so far: those of waiting requests with the same prompt count once."""
+        self.num_preempted = 0
+        """Times that a running request had to wait again because the cache was full."""
         self.num_steps = 0
         """Forwards of the decoder so far."""
+        self._flight: _Flight | None = None
 
-    @torch.inference_mode()
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were added and have not ended."""
+        return 0 if self._flight is None else self._flight.table.num_in_flight
+
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """One completion a request, in their order. The cache lives for this call alone.
 
-        Raises UserError before any work if a prompt is empty, holds an unknown token, or is too long for the model together
-        with its response; NonFiniteError if the weights give NaN.
+        Raises UserError before any work if a prompt is empty, holds an unknown token, is too long for the model together
+        with its response or for ``kv_cache_gb``, or if requests of ``add`` are in flight; NonFiniteError if the weights
+        give NaN.
         """
-        limits = np.array(
-            [params.max_new_tokens if r.max_new_tokens is None else r.max_new_tokens for r in requests], dtype=np.int64
-        )
-        self._check(requests, limits, params)
+        if self._flight is not None:
+            raise UserError(
+                f"generate: {self.num_in_flight} requests of Engine.add are in flight; step them to their end first"
+            )
+        limits = [self._checked(request, params, f"request {index} ") for index, request in enumerate(requests)]
         if not requests:
             return []
-        call = _Call(self, requests, limits, params)
-        while not call.scheduler.done:
-            call.step()
-        return [call.completion(request) for request in range(len(requests))]
+        done: dict[int, Completion] = {}
+        flight = _Flight(self, params)
+        flight.table.reserve(len(requests), max(limits))
+        numbers = [flight.add(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        while not flight.scheduler.done:
+            done.update(flight.step())
+        return [done[number] for number in numbers]
 
-    def _check(self, requests: Sequence[Request], limits: IntArray, params: SamplingParams) -> None:
+    def add(self, request: Request, params: SamplingParams) -> None:
+        """Take a request in, to be served by the next steps beside those in flight, which have to have the same ``params``.
+
+        Raises UserError, and takes nothing in, if the request can't be served (see ``generate``), if ``params`` differ, or
+        if a request with its ``sample_id`` is in flight.
+        """
+        limit = self._checked(request, params, "")
+        if self._flight is None:
+            self._flight = _Flight(self, params)
+        if params != self._flight.params:
+            raise UserError(
+                f"add: requests with other sampling parameters are in flight: {self._flight.params}, not {params}"
+            )
+        if len(self._flight.numbers(request.sample_id)):
+            raise UserError(f"add: a request with sample_id {request.sample_id} is in flight; expected a new one")
+        self._flight.add(request, limit)
+
+    def step(self) -> list[Completion]:
+        """One more token for the requests in flight, as many as there are slots; returns those that ended, in any order.
+
+        Without requests in flight it does nothing. If the weights give NaN, it raises NonFiniteError and drops all of them.
+        """
+        if self._flight is None:
+            return []
+        flight, self._flight = self._flight, None
+        finished = flight.step()
+        self._flight = None if flight.scheduler.done else flight
+        return list(finished.values())
+
+    def abort(self, sample_id: int) -> Completion:
+        """End a request that is in flight; returns what it has so far. Raises UserError if there is none."""
+        numbers = [] if self._flight is None else self._flight.numbers(sample_id).tolist()
+        if self._flight is None or not numbers:
+            raise UserError(f"abort: no request with sample_id {sample_id} is in flight")
+        completion = self._flight.abort(numbers[0])
+        if self._flight.scheduler.done:
+            self._flight = None
+        return completion
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Of keys and values of one token."""
+        spec = self.decoder.spec
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.decoder.embed.weight.element_size()
+
+    def _checked(self, request: Request, params: SamplingParams, name: str) -> int:
+        """The most new tokens of the request."""
         if params.stop_strings and self.decode is None:
             raise UserError(
                 f"SamplingParams.stop_strings {params.stop_strings} need text: give the Engine its decode function"
             )
-        for index, (request, limit) in enumerate(zip(requests, limits.tolist(), strict=True)):
-            problem = _problem(self.decoder.spec, request.prompt, limit)
-            if problem:
-                raise UserError(f"request {index} (sample_id {request.sample_id}): {problem}")
+        limit = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        problem = _problem(self.decoder.spec, request.prompt, limit) or self._shortage(len(request.prompt), limit)
+        if problem:
+            raise UserError(f"{name or 'request '}(sample_id {request.sample_id}): {problem}")
+        return limit
+
+    def _shortage(self, prompt: int, limit: int) -> str:
+        need = round_up(prompt + limit) * self.bytes_per_position / 1e9
+        if self.kv_cache_gb is None or need <= self.kv_cache_gb:
+            return ""
+        return (
+            f"{prompt} prompt tokens and max_new_tokens {limit} need {need:.3g} GB of keys and values, over kv_cache_gb "
+            f"{self.kv_cache_gb:.3g}; raise kv_cache_gb to {need:.3g} or lower max_new_tokens"
+        )
 
 
 def _problem(spec: DecoderSpec, prompt: IntArray, limit: int) -> str:
@@ -95,96 +181,116 @@ def _problem(spec: DecoderSpec, prompt: IntArray, limit: int) -> str:
     return ""
 
 
-class _Call:
-    """One call of ``generate``. Arrays over requests are numpy and never move; only cache rows do."""
+class _Flight:
+    """Requests that run together, with their sampling parameters and their cache."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], limits: IntArray, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
         self.engine, self.decoder, self.params = engine, engine.decoder, params
-        self.prompts = [request.prompt for request in requests]
-        self.sample_ids = np.array([request.sample_id for request in requests], dtype=np.int64)
-        self.scheduler = Scheduler(self.prompts, limits, engine.max_slots, engine.prefill_tokens)
-        # Responses lie one after the other, each with room for its limit.
-        self.starts = np.concatenate([[0], np.cumsum(limits)])
-        self.tokens = np.empty(self.starts[-1], dtype=np.int64)
-        self.log_probs = np.empty(self.starts[-1], dtype=np.float32)
-        self.stopped = np.zeros(len(requests), dtype=bool)
+        budget = None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * 1e9) // engine.bytes_per_position
+        self.table = RequestTable()
+        self.scheduler = Scheduler(self.table, engine.max_slots, engine.prefill_tokens, budget)
         self.stop_token_ids = np.array(params.stop_token_ids, dtype=np.int64)
         # A text of n bytes is at most n tokens; the slack is for tokens without text and for cut characters at the edge.
         self.tail = max((len(string.encode()) for string in params.stop_strings), default=0) + 8
         weight = self.decoder.embed.weight
-        self.device = weight.device
-        # The row behind the slots keeps the prompt whose requests could not all be admitted.
-        self.kept_row = self.scheduler.slots.num_slots
-        longest = int((self.scheduler.prompt_lengths + limits).max())
-        self.cache = KVCache(self.decoder.spec, self.kept_row + 1, longest, weight)
-        self.kept_hidden = weight.new_empty(0, self.decoder.spec.hidden_size)
+        self.device, self.version = weight.device, engine.version
+        with torch.inference_mode():
+            self.cache = KVCache(self.decoder.spec, weight)
+            self.kept_hidden = weight.new_empty(0, self.decoder.spec.hidden_size)
 
-    def step(self) -> None:
-        scheduler = self.scheduler
+    def add(self, request: Request, limit: int) -> int:
+        number = self.table.add(request, limit)
+        self.scheduler.add(number)
+        return number
+
+    def numbers(self, sample_id: int) -> IntArray:
+        """Of the requests in flight with this sample_id."""
+        return self.table.numbers(sample_id)
+
+    @torch.inference_mode()
+    def abort(self, number: int) -> Completion:
+        self.move(*self.scheduler.remove(number))
+        return self.table.take(number, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Completion]:
+        """A token for every active request -> the finished ones, by number."""
+        scheduler, engine = self.scheduler, self.engine
+        if self.version != engine.version:
+            scheduler.restart()
+            self.version = engine.version
+        preempted = scheduler.num_preempted
+        self.move(*scheduler.make_room())
+        engine.num_preempted += scheduler.num_preempted - preempted
         decoding = scheduler.slots.active
-        admission = scheduler.admit() if scheduler.can_admit() else Admission()
+        admission = scheduler.admit()
+        self.fit_cache()
         hidden = self.forward(decoding, admission)
         rows = scheduler.slots.active
-        draws = uniforms(self.engine.seed, "sample", self.sample_ids[rows], scheduler.num_new[rows])
+        draws = uniforms(engine.seed, "sample", self.table.sample_ids[rows], self.table.num_new[rows])
         logits = linear(hidden, self.decoder.head_weight).float()
         tokens, log_probs = sample(logits, draws, self.params)
         stopped = self.emit(rows, tokens.cpu().numpy(), log_probs.cpu().numpy())
-        cached = int((scheduler.prompt_lengths[rows] + scheduler.num_new[rows]).max())
-        sources, targets = scheduler.advance(stopped)
+        ended = set(rows[stopped].tolist())
+        finished, *moves = scheduler.advance(stopped)
+        self.move(*moves)
+        return {n: self.table.take(n, "stop" if n in ended else "length") for n in finished.tolist()}
+
+    def move(self, sources: IntArray, targets: IntArray) -> None:
         if len(sources):
+            cached = int(self.table.lengths(self.scheduler.slots.active).max())
             self.cache.copy(self.tensor(sources), self.tensor(targets), cached)
+
+    def fit_cache(self) -> None:
+        """Give the cache the rows and the length that the scheduler counts on."""
+        cache, room, active = self.cache, self.scheduler.room, self.scheduler.slots.num_active
+        most = room.rows(room.length)
+        if not active <= cache.rows <= most or room.length != cache.length:
+            grown = cache.rows * 3 // 2 if active > cache.rows else 0
+            cache.reshape(min(most, max(self.table.num_in_flight, grown)), room.length)
 
     def forward(self, decoding: IntArray, admission: Admission) -> Tensor:
         """decoding [A]: requests that decode -> hidden [A + admitted, D]: the state before the next token of each."""
-        num_new = self.scheduler.num_new[decoding]
-        places = self.scheduler.prompt_lengths[decoding] + num_new - 1
-        prompts = [self.prompts[request] for request in admission.prefills]
+        prompts = [self.table.sequence(request) for request in admission.prefills]
         lengths = [len(prompt) for prompt in prompts]
-        packing = pack(places, lengths, admission, self.kept_row)
+        packing = pack(self.table.lengths(decoding) - 1, lengths, admission)
         if len(packing.restored):
-            source = torch.full(packing.restored.shape, self.kept_row, device=self.device)
-            cached = int(self.scheduler.prompt_lengths[admission.requests[0]])
-            self.cache.copy(source, self.tensor(packing.restored), cached)
+            self.cache.restore(self.tensor(packing.restored))
+        if self.scheduler.kept is None:
+            self.cache.kept = []
         hidden = self.kept_hidden[:0]
         if len(packing.positions):
-            self.cache.reserve(int(packing.positions.max()) + 1)
             attend = StepAttention(self.cache, packing, lengths)
-            tokens = np.concatenate([self.tokens[self.starts[decoding] + num_new - 1], *prompts])
+            tokens = np.concatenate([self.table.last_tokens(decoding), *prompts])
             hidden = self.decoder(self.tensor(tokens), self.tensor(packing.positions), attend)
             self.engine.num_steps += 1
             self.engine.num_prefilled += sum(lengths)
         if not admission.requests:
             return hidden
         outputs = torch.cat([hidden, self.kept_hidden])[self.tensor(packing.outputs)]
-        if admission.keep and lengths:
+        if admission.keep:
+            self.cache.keep(self.scheduler.slots.num_active - 1, lengths[-1])
             self.kept_hidden = hidden[-1:].clone()
         return outputs
 
     def emit(self, rows: IntArray, tokens: IntArray, log_probs: FloatArray) -> NDArray[np.bool_]:
         """Append a token to the responses of ``rows``; -> [len(rows)]: whether it ended the response."""
         if not np.isfinite(log_probs).all():
-            broken = self.sample_ids[rows[~np.isfinite(log_probs)]].tolist()
+            broken = self.table.sample_ids[rows[~np.isfinite(log_probs)]].tolist()
             raise NonFiniteError(
                 f"generate: the log-probabilities of samples {broken} are NaN or infinite; check the weights"
             )
-        ends = self.starts[rows] + self.scheduler.num_new[rows]
-        self.tokens[ends], self.log_probs[ends] = tokens, log_probs
+        self.table.append(rows, tokens, log_probs, self.version)
         stopped: NDArray[np.bool_] = (tokens[:, None] == self.stop_token_ids).any(1)
         if self.params.stop_strings:
-            stopped |= [self.completes_string(*span) for span in zip(self.starts[rows], ends + 1, strict=True)]
-        self.stopped[rows] = stopped
+            stopped |= [self.completes_string(row) for row in rows.tolist()]
         return stopped
 
-    def completes_string(self, start: int, end: int) -> bool:
+    def completes_string(self, row: int) -> bool:
         assert self.engine.decode is not None
-        text = self.engine.decode(self.tokens[max(start, end - self.tail) : end].tolist())
+        end = int(self.table.num_new[row])
+        text = self.engine.decode(self.table.tokens[row, max(0, end - self.tail) : end].tolist())
         return any(string in text for string in self.params.stop_strings)
-
-    def completion(self, request: int) -> Completion:
-        start = self.starts[request]
-        span = slice(start, start + self.scheduler.num_new[request])
-        finish: Literal["stop", "length"] = "stop" if self.stopped[request] else "length"
-        return Completion(self.tokens[span].copy(), self.log_probs[span].copy(), finish)
 
     def tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

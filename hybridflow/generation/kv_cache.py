@@ -1,4 +1,4 @@
-"""Which slot of the key-value cache holds which request. No torch.
+"""Which slot of the key-value cache holds which request, and how large the cache may be. No torch.
 
 Active slots are always 0 .. num_active - 1, so that every matrix product of a decode step runs on exactly the active rows.
 """
@@ -9,7 +9,14 @@ import numpy as np
 
 from hybridflow.generation.request import IntArray
 
-__all__ = ["SlotTable"]
+__all__ = ["Room", "SlotTable", "round_up"]
+
+_ROUND = 16  # lengths are multiples of this, so that views and room last for a few steps
+
+
+def round_up(length: int) -> int:
+    """The next multiple of 16: what a row of this many positions takes."""
+    return -(-length // _ROUND) * _ROUND
 
 
 class SlotTable:
@@ -61,3 +68,43 @@ class SlotTable:
         self.requests[remaining : self.num_active] = -1
         self.num_active = remaining
         return sources, targets
+
+
+class Room:
+    """The cache is a rectangle, rows of ``length`` positions, beside ``kept`` positions of one kept prompt.
+
+    ``budget`` positions hold both, so the longer the rows, the fewer there are; None: as many as asked for.
+    """
+
+    def __init__(self, max_rows: int, budget: int | None) -> None:
+        self.max_rows, self.budget = max_rows, budget
+        self.length = self.kept = 0
+
+    def can_hold(self, length: int) -> bool:
+        """Whether a row of ``length`` positions fits when it is alone."""
+        return self.budget is None or round_up(length) <= self.budget
+
+    def rows(self, length: int) -> int:
+        """Rows that fit when the longest needs ``length`` positions."""
+        if self.budget is None:
+            return self.max_rows
+        return min(self.max_rows, (self.budget - self.kept) // max(self.length, round_up(length), 1))
+
+    def can_keep(self, length: int, rows: int) -> bool:
+        """Whether a prompt of ``length`` fits beside ``rows`` rows."""
+        return self.budget is None or rows * self.length + length <= self.budget
+
+    def lengthen(self, length: int, longest: int, rows: int) -> None:
+        """Rows of at least ``length`` positions: by half more, so that growing costs little over a whole run, but no longer
+        than ``longest``, and not at the price of any of ``rows`` rows."""
+        if length <= self.length:
+            return
+        generous = min(round_up(longest), round_up(self.length * 3 // 2))
+        if self.budget is not None:
+            generous = min(generous, (self.budget - self.kept) // max(rows, 1) // _ROUND * _ROUND)
+        self.length = max(round_up(length), generous)
+
+    def shorten(self, length: int) -> None:
+        """The long rows have left: less than half of the length is used, so that more rows fit."""
+        if self.budget is not None and 2 * length <= self.length:
+            self.length = round_up(length)

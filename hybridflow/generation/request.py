@@ -55,14 +55,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """A response: ``tokens`` [T] (the stop token included) and ``log_probs`` [T].
+    """A response: ``tokens`` [T] (the stop token included), ``log_probs`` [T] and ``versions`` [T].
 
     ``log_probs`` are of each sampled token under softmax(logits / temperature) over the whole vocabulary, before top-k and
     top-p: what the training forward computes at that temperature. Greedy responses carry those of temperature 1.
+    ``versions``: the engine's ``version`` when each token was sampled. ``finish`` "abort": cut short by ``Engine.abort``.
 
-    ``Completion(tokens=[15, 7, 2], log_probs=[-0.1, -2.3, -0.4], finish="stop")``: of three tokens, 2 is the stop token.
+    ``Completion(sample_id=4, tokens=[15, 7, 2], log_probs=[-0.1, -2.3, -0.4], versions=[3, 3, 4], finish="stop")``: of
+    three tokens, 2 is the stop token, and the weights changed before it.
     """
 
+    sample_id: int
     tokens: IntArray
     log_probs: FloatArray
-    finish: Literal["stop", "length"]
+    versions: IntArray
+    finish: Literal["stop", "length", "abort"]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tiny_decoders import tiny_decoder
 
 from hybridflow.generation.attention import KVCache
-from hybridflow.generation.kv_cache import SlotTable
+from hybridflow.generation.kv_cache import Room, SlotTable
 
 
 def test_the_last_active_row_moves_into_the_hole():
@@ -49,30 +49,60 @@ def test_moves_keep_rows_and_requests_together(num_slots, events):
         assert (table.requests[table.num_active :] == -1).all()
 
 
-def test_the_cache_grows_by_need_and_keeps_what_it_holds():
+def test_the_longer_the_rows_the_fewer_fit():
+    room = Room(max_rows=10, budget=200)
+    assert room.can_hold(192) and not room.can_hold(193)
+    room.lengthen(10, longest=100, rows=3)
+    assert (room.length, room.rows(10), room.rows(17)) == (16, 10, 6)
+    room.lengthen(33, longest=100, rows=3)
+    assert room.length == 48  # what it needs
+    room.lengthen(49, longest=100, rows=2)
+    assert room.length == 80  # by half more
+    room.kept = 50
+    assert room.rows(1) == 1 and room.can_keep(40, 2) and not room.can_keep(41, 2)
+    room.shorten(41)
+    assert room.length == 80
+    room.shorten(40)
+    assert room.length == 48
+
+
+def test_without_a_budget_only_slots_are_scarce():
+    room = Room(max_rows=10, budget=None)
+    room.lengthen(90, longest=1000, rows=10)
+    room.lengthen(100, longest=1000, rows=10)
+    assert room.length == 144 and room.rows(10**6) == 10
+    room.lengthen(145, longest=150, rows=10)
+    assert room.length == 160
+    room.shorten(1)
+    assert room.length == 160
+
+
+def empty_cache():
     decoder = tiny_decoder()
-    cache = KVCache(decoder.spec, rows=3, longest=100, weight=decoder.embed.weight.detach())
-    assert cache.length == 0
-    cache.reserve(5)
-    assert cache.length == 16
+    return KVCache(decoder.spec, weight=decoder.embed.weight.detach())
+
+
+def test_the_cache_keeps_what_it_holds():
+    cache = empty_cache()
+    cache.reshape(3, 16)
     k, v = torch.randn(2, 2, 2, 8)
     cache.write(1, torch.tensor([0, 2]), torch.tensor([3, 15]), k, v)
-    cache.reserve(17)
-    assert cache.length == 32
-    assert torch.equal(cache.keys[1, [0, 2], :, :, [3, 15]], k) and torch.equal(cache.values[1, [0, 2], :, [3, 15]], v)
-    assert int(cache.keys.count_nonzero()) == k.numel()
-    cache.reserve(99)
-    assert cache.length == 112  # 100 rounded up, and no more
+    cache.reshape(4, 32)
+    assert torch.equal(cache.keys[1][[0, 2], :, :, [3, 15]], k) and torch.equal(cache.values[1][[0, 2], :, [3, 15]], v)
+    assert int(sum(keys.count_nonzero() for keys in cache.keys)) == k.numel()
     cache.copy(torch.tensor([2]), torch.tensor([1]), 16)
-    assert torch.equal(cache.keys[1, 1, :, :, 15], k[1]) and torch.equal(cache.values[1, 1, :, 15], v[1])
+    cache.keep(2, 16)
+    cache.reshape(2, 16)
+    assert torch.equal(cache.keys[1][1, :, :, 15], k[1]) and torch.equal(cache.values[1][1, :, 15], v[1])
+    cache.restore(torch.tensor([0]))
+    assert torch.equal(cache.keys[1][0, :, :, 15], k[1]) and torch.equal(cache.values[1][0, :, 15], v[1])
 
 
 def test_windows_are_views_of_the_current_cache():
-    decoder = tiny_decoder()
-    cache = KVCache(decoder.spec, rows=3, longest=100, weight=decoder.embed.weight.detach())
-    cache.reserve(16)
+    cache = empty_cache()
+    cache.reshape(3, 16)
     cache.window(2, 16)
-    cache.reserve(40)
+    cache.reshape(3, 48)
     keys, values = cache.window(2, 16)[1]
     cache.write(1, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8), torch.full((1, 2, 8), 2.0))
     assert keys.shape == (4, 8, 16) and values.shape == (4, 16, 8)
