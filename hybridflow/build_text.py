@@ -24,6 +24,7 @@ from hybridflow.core.seeding import torch_generator
 from hybridflow.data.prompts import DataConfig
 from hybridflow.data.tasks import load_data
 from hybridflow.data.text import Tokenizer
+from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import SamplingParams
 from hybridflow.hooks import Evaluation
 from hybridflow.models.decoder import Decoder, init_weights
@@ -152,6 +153,7 @@ class TextParts:
             "params": params,
             "seed": config.seed,
             "max_slots": config.generation.max_slots,
+            "kv_cache_gb": config.generation.kv_cache_gb,
         }
         return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
 
@@ -238,14 +240,19 @@ class TextParts:
         return source
 
     def _check_lengths(self) -> None:
-        """A prompt and its longest response must fit the model, before it loads."""
-        longest, limit = self.prompts.longest, self.decoder.spec.max_positions
-        if longest + self.config.generation.max_new_tokens > limit:
+        """A prompt and its longest response must fit the model and the cache, before it loads."""
+        longest, limit, generation = self.prompts.longest, self.decoder.spec.max_positions, self.config.generation
+        if longest + generation.max_new_tokens > limit:
             raise DataError(
                 f"the longest prompt has {longest} tokens; with generation.max_new_tokens = "
-                f"{self.config.generation.max_new_tokens} that is over the model's {limit} positions; "
+                f"{generation.max_new_tokens} that is over the model's {limit} positions; "
                 "set data.max_prompt_tokens and data.on_long_prompt, or lower max_new_tokens"
             )
+        if generation.kv_cache_gb is not None:
+            size = position_bytes(self.decoder.spec, self.decoder.dtype.itemsize)
+            problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
+            if problem:
+                raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")
 
 
 def _policy(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:

@@ -99,6 +99,8 @@ class GenerationConfig(Config):
     """strings that end a response, besides the model's end tokens"""
     max_slots: int = Field(128, gt=0)
     """responses that grow side by side; lower it when memory runs out"""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """most memory (10^9 bytes) of keys and values, the result stays the same; none: what max_slots responses need"""
 
 
 class TrainConfig(Config):

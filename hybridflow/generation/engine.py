@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.core.seeding import uniforms
 from hybridflow.generation.attention import KVCache, StepAttention
-from hybridflow.generation.kv_cache import round_up
+from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Scheduler, pack
@@ -62,6 +62,7 @@ class Engine:
             raise UserError(f"Engine: kv_cache_gb is {kv_cache_gb}; expected a finite number above 0, or None")
         self.decoder, self.seed, self.decode = decoder, seed, decode
         self.max_slots, self.prefill_tokens, self.kv_cache_gb = max_slots, prefill_tokens, kv_cache_gb
+        self.position_bytes = position_bytes(decoder.spec, decoder.embed.weight.element_size())
         self.version = 0
         """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0
@@ -138,12 +139,6 @@ class Engine:
             self._flight = None
         return completion
 
-    @property
-    def bytes_per_position(self) -> int:
-        """Of keys and values of one token."""
-        spec = self.decoder.spec
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.decoder.embed.weight.element_size()
-
     def _checked(self, request: Request, params: SamplingParams, name: str) -> int:
         """The most new tokens of the request."""
         if params.stop_strings and self.decode is None:
@@ -151,19 +146,12 @@ class Engine:
                 f"SamplingParams.stop_strings {params.stop_strings} need text: give the Engine its decode function"
             )
         limit = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-        problem = _problem(self.decoder.spec, request.prompt, limit) or self._shortage(len(request.prompt), limit)
+        problem = _problem(self.decoder.spec, request.prompt, limit)
+        if self.kv_cache_gb is not None and not problem:
+            problem = shortage(self.position_bytes, self.kv_cache_gb, len(request.prompt), limit)
         if problem:
             raise UserError(f"{name or 'request '}(sample_id {request.sample_id}): {problem}")
         return limit
-
-    def _shortage(self, prompt: int, limit: int) -> str:
-        need = round_up(prompt + limit) * self.bytes_per_position / 1e9
-        if self.kv_cache_gb is None or need <= self.kv_cache_gb:
-            return ""
-        return (
-            f"{prompt} prompt tokens and max_new_tokens {limit} need {need:.3g} GB of keys and values, over kv_cache_gb "
-            f"{self.kv_cache_gb:.3g}; raise kv_cache_gb to {need:.3g} or lower max_new_tokens"
-        )
 
 
 def _problem(spec: DecoderSpec, prompt: IntArray, limit: int) -> str:
@@ -186,7 +174,7 @@ class _Flight:
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
         self.engine, self.decoder, self.params = engine, engine.decoder, params
-        budget = None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * 1e9) // engine.bytes_per_position
+        budget = None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * 1e9) // engine.position_bytes
         self.table = RequestTable()
         self.scheduler = Scheduler(self.table, engine.max_slots, engine.prefill_tokens, budget)
         self.stop_token_ids = np.array(params.stop_token_ids, dtype=np.int64)

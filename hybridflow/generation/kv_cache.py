@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hybridflow.generation.request import IntArray
+from hybridflow.models.spec import DecoderSpec
 
-__all__ = ["Room", "SlotTable", "round_up"]
+__all__ = ["Room", "SlotTable", "position_bytes", "round_up", "shortage"]
 
 _ROUND = 16  # lengths are multiples of this, so that views and room last for a few steps
 
@@ -17,6 +18,22 @@ _ROUND = 16  # lengths are multiples of this, so that views and room last for a 
 def round_up(length: int) -> int:
     """The next multiple of 16: what a row of this many positions takes."""
     return -(-length // _ROUND) * _ROUND
+
+
+def position_bytes(spec: DecoderSpec, itemsize: int) -> int:
+    """Bytes of the keys and values of one token; itemsize: of one number."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+
+
+def shortage(position_bytes: int, kv_cache_gb: float, prompt: int, limit: int) -> str:
+    """What is wrong if a prompt of this many tokens doesn't fit with a response of ``limit``; "" if it does."""
+    need, most = round_up(prompt + limit) * position_bytes, int(kv_cache_gb * 1e9)
+    if need <= most:
+        return ""
+    return (
+        f"{prompt} prompt tokens and max_new_tokens {limit} need {need / 1e9:.3g} GB of keys and values, "
+        f"over kv_cache_gb {kv_cache_gb:.3g}; raise kv_cache_gb or lower max_new_tokens"
+    )
 
 
 class SlotTable:
@@ -79,10 +96,6 @@ class Room:
     def __init__(self, max_rows: int, budget: int | None) -> None:
         self.max_rows, self.budget = max_rows, budget
         self.length = self.kept = 0
-
-    def can_hold(self, length: int) -> bool:
-        """Whether a row of ``length`` positions fits when it is alone."""
-        return self.budget is None or round_up(length) <= self.budget
 
     def rows(self, length: int) -> int:
         """Rows that fit when the longest needs ``length`` positions."""

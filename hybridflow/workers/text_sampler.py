@@ -27,16 +27,29 @@ class TextSampler:
     """Samples responses with ``params``; ``attach`` must come first."""
 
     def __init__(
-        self, context: WorkerContext, *, tokenizer: Tokenizer, params: SamplingParams, seed: int, max_slots: int
+        self,
+        context: WorkerContext,
+        *,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        seed: int,
+        max_slots: int,
+        kv_cache_gb: float | None,
     ) -> None:
         self.context, self.tokenizer, self.params = context, tokenizer, params
-        self.seed, self.max_slots = seed, max_slots
+        self.seed, self.max_slots, self.kv_cache_gb = seed, max_slots, kv_cache_gb
 
     def attach(self, source: PolicySource) -> None:
         """Sample from the policy of ``source``, in place."""
         policy: Any = source.networks["policy"]
         self.source = source
-        self.engine = Engine(policy.decoder, seed=self.seed, max_slots=self.max_slots, decode=self.tokenizer.decode)
+        self.engine = Engine(
+            policy.decoder,
+            seed=self.seed,
+            max_slots=self.max_slots,
+            kv_cache_gb=self.kv_cache_gb,
+            decode=self.tokenizer.decode,
+        )
 
     @remote(
         reads=("prompt", "sample_id"),
@@ -51,8 +64,10 @@ class TextSampler:
         """
         prompts = batch.ragged("prompt")
         requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
+        self.engine.version = self.source.version
+        preempted = self.engine.num_preempted
         done = self.engine.generate(requests, params or self.params)
-        self._observe(done)
+        self._observe(done, self.engine.num_preempted - preempted)
         return Batch(
             {
                 "tokens": Ragged.from_rows(
@@ -60,7 +75,7 @@ class TextSampler:
                 ),
                 "response_mask": _after(prompts, [np.ones(len(c.tokens), bool) for c in done], bool),
                 "log_probs": _after(prompts, [c.log_probs for c in done], np.float32),
-                "policy_version": _after(prompts, [np.full(len(c.tokens), self.source.version) for c in done], np.int64),
+                "policy_version": _after(prompts, [c.versions for c in done], np.int64),
                 "terminated": np.ones(len(done), bool),
                 "truncated": np.array([c.finish == "length" for c in done], bool),
                 "response": objects(self.tokenizer.decode(c.tokens.tolist()) for c in done),
@@ -68,11 +83,13 @@ class TextSampler:
             len(done),
         )
 
-    def _observe(self, completions: list[Completion]) -> None:
+    def _observe(self, completions: list[Completion], preempted: int) -> None:
         add, count = self.context.metrics.add, len(completions)
         add("response_length", sum(len(c.tokens) for c in completions), count)
         add("truncated", sum(c.finish == "length" for c in completions), count)
         add("tokens", sum(len(c.tokens) for c in completions))
+        if self.kv_cache_gb is not None:
+            add("preempted", preempted)
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:
