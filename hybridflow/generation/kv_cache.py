@@ -105,7 +105,7 @@ class Room:
 
     def can_keep(self, length: int, rows: int) -> bool:
         """Whether a prompt of ``length`` fits beside ``rows`` rows."""
-        return self.budget is None or rows * self.length + length <= self.budget
+        return self.budget is None or rows * max(self.length, round_up(length + 1)) + length <= self.budget
 
     def lengthen(self, length: int, longest: int, rows: int) -> None:
         """Rows of at least ``length`` positions: by half more, so that growing costs little over a whole run, but no longer

@@ -143,7 +143,11 @@ class Scheduler:
         active = self.slots.num_active
         if active == 0 and self.room.rows(group.length + 1) < 1:
             self.drop_kept()
-        return self.room.rows(group.length + 1) - active
+        free = self.room.rows(group.length + 1) - active
+        splits = group is not self.kept and len(group.members) > free
+        if splits and active + free > 1 and not self.room.can_keep(group.length, active + free):
+            return free - 1  # the kept prompt takes the place of a row: prefilling it again costs more
+        return free
 
     def _shorten(self, group: Group, count: int) -> bool:
         """The first members of the first group left it; whether its prompt has to be kept for the others from now on."""

@@ -108,6 +108,14 @@ def test_a_kept_prompt_goes_before_a_running_request():
     assert waiting.kept is None and waiting.slots.active.tolist() == [0]
 
 
+def test_a_prompt_that_is_still_needed_takes_the_place_of_a_row():
+    waiting = scheduler([14], members=6, budget=48)  # three rows, or two and the prompt
+    assert waiting.admit() == Admission(requests=(0, 1), sources=(0, 0), prefills=(0,), keep=True)
+    advance(waiting, [1, 1])
+    waiting.make_room()
+    assert waiting.admit() == Admission(requests=(2, 3), sources=(KEPT, KEPT))
+
+
 def test_requests_leave_from_wherever_they_are():
     waiting = scheduler([3, 2], members=3, max_slots=2)
     waiting.admit()
