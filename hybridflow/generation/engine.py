@@ -54,8 +54,8 @@ class Engine:
         decode: Decode | None = None,
     ) -> None:
         """max_slots: most responses in flight; prefill_tokens: most prompt tokens of a step (a longer prompt goes alone);
-        kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows need; decode: token ids
-        -> text, needed for stop strings only."""
+        kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows need (while rows grow,
+        one layer is held twice); decode: token ids -> text, needed for stop strings only."""
         if max_slots < 1 or prefill_tokens < 1:
             raise UserError(f"Engine: max_slots {max_slots} and prefill_tokens {prefill_tokens} have to be at least 1")
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
@@ -113,7 +113,7 @@ class Engine:
             raise UserError(
                 f"add: requests with other sampling parameters are in flight: {self._flight.params}, not {params}"
             )
-        if len(self._flight.numbers(request.sample_id)):
+        if len(self._flight.table.numbers(request.sample_id)):
             raise UserError(f"add: a request with sample_id {request.sample_id} is in flight; expected a new one")
         self._flight.add(request, limit)
 
@@ -131,7 +131,7 @@ class Engine:
 
     def abort(self, sample_id: int) -> Completion:
         """End a request that is in flight; returns what it has so far. Raises UserError if there is none."""
-        numbers = [] if self._flight is None else self._flight.numbers(sample_id).tolist()
+        numbers = [] if self._flight is None else self._flight.table.numbers(sample_id).tolist()
         if self._flight is None or not numbers:
             raise UserError(f"abort: no request with sample_id {sample_id} is in flight")
         completion = self._flight.abort(numbers[0])
@@ -190,10 +190,6 @@ class _Flight:
         number = self.table.add(request, limit)
         self.scheduler.add(number)
         return number
-
-    def numbers(self, sample_id: int) -> IntArray:
-        """Of the requests in flight with this sample_id."""
-        return self.table.numbers(sample_id)
 
     @torch.inference_mode()
     def abort(self, number: int) -> Completion:

@@ -108,10 +108,8 @@ class Room:
         return self.budget is None or rows * max(self.length, round_up(length + 1)) + length <= self.budget
 
     def lengthen(self, length: int, longest: int, rows: int) -> None:
-        """Rows of at least ``length`` positions: by half more, so that growing costs little over a whole run, but no longer
-        than ``longest``, and not at the price of any of ``rows`` rows."""
-        if length <= self.length:
-            return
+        """Rows of ``length`` positions, more than now: longer by half, so that growing costs little over a whole run, but
+        not beyond ``longest``, and not at the price of any of ``rows`` rows."""
         generous = min(round_up(longest), round_up(self.length * 3 // 2))
         if self.budget is not None:
             generous = min(generous, (self.budget - self.kept) // max(rows, 1) // _ROUND * _ROUND)

@@ -92,7 +92,9 @@ class Scheduler:
         return self._preempt_youngest(max(0, len(lengths) - self.room.rows(need)))
 
     def _lengthen(self, need: int, rows: int) -> None:
-        self.room.lengthen(need, self.table.longest, min(self.room.max_rows, max(rows, self.table.num_in_flight)))
+        if need > self.room.length:
+            rows = min(self.room.max_rows, max(rows, self.table.num_in_flight))
+            self.room.lengthen(need, self.table.longest, rows)
 
     def _preempt_youngest(self, count: int) -> tuple[IntArray, IntArray]:
         self.num_preempted += count
