@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 MEMORY = (
-    "out of memory: lower train.token_budget (the result stays the same), generation.max_slots or train.prompts_per_step, "
+    "out of memory: lower train.token_budget (the result stays the same), generation.max_slots or generation.kv_cache_gb, train.prompts_per_step, "
     'or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
 )
 
