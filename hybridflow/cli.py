@@ -45,22 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 MEMORY = (
-    "out of memory: lower train.token_budget (the result stays the same), generation.max_slots or generation.kv_cache_gb, train.prompts_per_step, "
-    'or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
+    "out of memory: lower train.token_budget (the result stays the same), generation.max_slots, generation.kv_cache_gb or "
+    'train.prompts_per_step, or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
 )
-
-BENCH_COLUMNS = """\
-columns (medians of three repetitions; the last four of a further, profiled pass):
-  tok/s      new tokens a second of wall time
-  tok/CPU-s  new tokens a second of processor time, summed over threads: steady on a machine with other work
-  limit      tok/CPU-s if prompts took FLOPs / peak and a decode step max(weight bytes / bandwidth, FLOPs / peak),
-             peak and bandwidth as measured between the repetitions, and all else took no time
-  share      tok/CPU-s as a share of the limit
-  linear     share of the time in linear layers, the head included
-  attend     ... in attention and its key-value cache
-  sample     ... from logits to tokens
-  rest       ... in norms, rotary positions, activations and bookkeeping
-"""
 
 
 def _out_of_memory(error: Exception) -> bool:
