@@ -50,6 +50,20 @@ MEMORY = (
 )
 
 
+BENCH_COLUMNS = """\
+columns (medians of three repetitions; the last four of a further, profiled pass):
+  tok/s      new tokens a second of wall time
+  tok/CPU-s  new tokens a second of processor time, summed over threads: steady on a machine with other work
+  limit      tok/CPU-s if prompts took FLOPs / peak and a decode step max(weight bytes / bandwidth, FLOPs / peak),
+             peak and bandwidth as measured between the repetitions, and all else took no time
+  share      tok/CPU-s as a share of the limit
+  linear     share of the time in linear layers, the head included
+  attend     ... in attention and its key-value cache
+  sample     ... from logits to tokens
+  rest       ... in norms, rotary positions, activations and bookkeeping
+"""
+
+
 def _out_of_memory(error: Exception) -> bool:
     """torch tells it as a RuntimeError of its own kind on GPUs and as a plain one on processors."""
     told = ("can't allocate memory", "out of memory")
