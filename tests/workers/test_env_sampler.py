@@ -112,7 +112,7 @@ def test_episode_metrics():
     config = line(num_envs=2, steps=7, length=3)
     sampler = sampler_for(config)
     sampler.rollout(rollout_source(config))
-    assert sampler.context.metrics.means() == {"episode_return": 6.0, "episode_length": 3.0}
+    assert sampler.context.metrics.means() == {"episode_return": 6.0, "episode_length": 3.0, "steps": 14.0}
 
 
 @pytest.mark.parametrize("exploration", [None, ExplorationConfig(epsilon_decay_steps=100)])

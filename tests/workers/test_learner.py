@@ -197,3 +197,11 @@ def test_activation_checkpointing_changes_memory_and_nothing_else() -> None:
     plain, recomputed = learner(), learner()
     recomputed.model.decoder.activation_checkpointing = True
     assert_same(gradients(plain, batch(), LOSSES[0]), gradients(recomputed, batch(), LOSSES[0]))
+
+
+def test_every_update_deals_its_minibatches_anew() -> None:
+    one, dealt = learner(plan=UpdatePlan(minibatches=4)), []
+    one._minibatch = lambda units, *_: dealt.append(units.batch["sample_id"].tolist())  # type: ignore[method-assign]
+    one.update(batch(), LOSSES[0])
+    one.update(batch(), LOSSES[0])
+    assert dealt[:4] != dealt[4:]
