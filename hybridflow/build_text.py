@@ -28,14 +28,14 @@ from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import SamplingParams
 from hybridflow.hooks import Evaluation
 from hybridflow.models.decoder import Decoder, init_weights
-from hybridflow.models.policy import TextCritic, TextPolicy
+from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.sources import resolve
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import empty_decoder, load_decoder, read_spec, save_decoder
-from hybridflow.rollout.rewards import RewardSpec
+from hybridflow.models.weights import empty_decoder, is_reward_model, load_decoder, load_reward, read_spec, save_decoder
+from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
 from hybridflow.workers.learner import Learner, Networks
-from hybridflow.workers.scorer import ModelScorer, RewardScorer
+from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 from hybridflow.workers.text_sampler import TextSampler
 
 __all__ = ["DecoderSource", "TextParts", "decoder_source"]
@@ -95,6 +95,18 @@ def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
     )
 
 
+def reward_folder(key: str, model: str, tokenizer: Tokenizer) -> Path:
+    """The folder of a reward model that reads the actor's tokens. ModelError, without loading it, if it can't."""
+    folder = resolve(model)
+    if not is_reward_model(folder):
+        hint = 'train one with algorithm = "reward_model"'
+        raise ModelError(f"{key}: {folder} holds a language model, expected one for sequence classification; {hint}")
+    if not Tokenizer.load(folder).same(tokenizer):
+        hint = "it reads the actor's tokens, so train it from the same model"
+        raise ModelError(f"{key}: the tokenizer of {folder} is not the actor's; {hint}")
+    return folder
+
+
 class TextParts:
     """Makes the roles of a language model, cheap ones first: data, tokenizer and rewards before any weights."""
 
@@ -110,7 +122,8 @@ class TextParts:
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:
-        return self._evaluate if self.held_out is not None and self._reward_specs() else None
+        scored = self._reward_specs() or self.config.reward.model
+        return self._evaluate if self.held_out is not None and scored else None
 
     def describe(self) -> str:
         """One line on the model and the data."""
@@ -140,6 +153,7 @@ class TextParts:
             "actor": lambda: self.actor,
             "critic": self.critic,
             "scorers": self.scorers,
+            "cost": self.cost,
             "max_new_tokens": lambda: self.config.generation.max_new_tokens,
         }
 
@@ -175,12 +189,28 @@ class TextParts:
 
     @cached_property
     def reward(self) -> Any:
-        specs = self._reward_specs()
+        return self._judge("reward", self.config.reward, self._reward_specs())
+
+    def cost(self) -> Any:
+        """A second scorer, whose scores are ``costs``."""
+        return self._judge("cost", self.config.cost, self.config.cost.specs(), second=True)
+
+    def _judge(self, name: str, section: ScorerConfig, specs: tuple[RewardSpec, ...], second: bool = False) -> Any:
+        """A scorer by functions or by a reward model; a ``second`` one writes ``costs``."""
+        args, rename = {"second": second}, {"scores": "costs"} if second else {}
+        if section.model is not None:
+            folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
+            build = partial(_reward, folder, self.decoder.dtype, self.decoder.device)
+            networks = Networks(build, "reward", ("tokens",))
+            of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
+            return self.runtime.role(Role(name, RewardModelScorer, {**args, **of_model}, rename))
         if not specs:
-            raise RewardError("no reward: set reward.functions, or use a task, which brings its own")
-        reward = self.runtime.role(Role("reward", RewardScorer, {"specs": specs, "config": self.config.reward}))
-        reward.check(set.intersection(*(set(record.fields) for record in self.task.train)))
-        return reward
+            hint = "" if second else ", or use a task, which brings its own"
+            raise RewardError(f"no {name}: set {name}.functions or {name}.model{hint}")
+        of_functions = {"specs": specs, "config": self.config.reward}
+        judge = self.runtime.role(Role(name, RewardScorer, {**args, **of_functions}, rename))
+        judge.check(set.intersection(*(set(record.fields) for record in self.task.train)))
+        return judge
 
     def sampling_params(self, temperature: float) -> SamplingParams:
         generation = self.config.generation
@@ -261,6 +291,13 @@ def _policy(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:
 
 def _critic(source: DecoderSource) -> dict[str, nn.Module]:
     return {"value": TextCritic(source.build())}
+
+
+def _reward(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+    decoder, score = load_reward(folder, dtype)
+    if score is None:
+        raise ModelError(f"{folder}: no score.weight in it; copy the weights of the reward model again")
+    return {"reward": TextReward(decoder, score).to(device)}
 
 
 def _export(policy: TextPolicy, folder: Path, copy_from: Path) -> None:

@@ -13,7 +13,9 @@ from pydantic import Field, model_validator
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
+from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, PolicyGradient, ShapingConfig, conflicts
 from hybridflow.algorithms.ppo import PPOConfig
+from hybridflow.algorithms.rloo import RLOOConfig
 from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
@@ -21,7 +23,7 @@ from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.models.nets import NetConfig
 from hybridflow.rollout.buffer import ReplayConfig
-from hybridflow.rollout.rewards import RewardConfig
+from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
 from hybridflow.workers.env_sampler import ExplorationConfig
 from hybridflow.workers.learner import UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
@@ -147,7 +149,7 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """The whole configuration of a run."""
 
-    algorithm: Literal["sft", "grpo", "ppo", "dqn"]
+    algorithm: Literal["sft", "grpo", "rloo", "ppo", "dqn"]
     """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
     """all randomness derives from it"""
@@ -159,12 +161,17 @@ class RunConfig(Config):
     """where models live; auto: the GPU if there is one"""
     sft: SFTConfig = SFTConfig()
     grpo: GRPOConfig = GRPOConfig()
+    rloo: RLOOConfig = RLOOConfig()
     ppo: PPOConfig = PPOConfig()
     dqn: DQNConfig = DQNConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    shaping: ShapingConfig = ShapingConfig()
     actor: TrainedConfig = TrainedConfig()
     critic: TrainedConfig = TrainedConfig()
     reference: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()
+    cost: ScorerConfig = ScorerConfig()
     data: DataConfig | None = None
     environment: EnvironmentConfig | None = None
     replay: ReplayConfig = ReplayConfig()
@@ -184,11 +191,17 @@ class RunConfig(Config):
         """The sections that a run of this algorithm, on these inputs, reads."""
         method = ALGORITHMS[self.algorithm]
         roles = inspect.signature(method.algorithm).parameters
-        read = {"actor", "train", "evaluation", "checkpoint", self.algorithm, *(["critic"] if "critic" in roles else [])}
+        read = {"actor", "train", "evaluation", "checkpoint", self.algorithm, *({"critic", "cost"} & roles.keys())}
         if self.environment is not None:
             return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
-        needs_reference = method.algorithm.needs_reference(self.method)
-        return read | {"data", "generation", "reward"} | ({"reference"} if needs_reference else set())
+        read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
+        return read | ({"reference"} if self.needs_reference else set())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the first policy scores the responses."""
+        algorithm = ALGORITHMS[self.algorithm].algorithm
+        return algorithm.needs_reference(self.method) or (issubclass(algorithm, PolicyGradient) and self.kl.coef > 0)
 
     @property
     def method(self) -> Config:

@@ -34,6 +34,10 @@ FIELDS: dict[str, Field] = {
     "fields": Field("object", None, "dict of the data set's other fields of this row (answer, ...)"),
     "tokens": Field("time", "int64", "token ids: prompt, then response"),
     "response": Field("object", None, "text of the response, decoded once from its tokens"),
+    # preferences
+    "preferred": Field("row", "bool", "the better response of its pair (one group_id), or a desirable one"),
+    "margins": Field("row", "float32", "how much better the pair's preferred response is, in units of the score"),
+    "reference_points": Field("row", "float32", "KL of policy and reference that KTO compares the row's log-ratio with"),
     # environments
     "slot": Field("row", "int64", "which environment of the sampler"),
     "num_steps": Field("row", "int64", "steps to collect in that environment"),
@@ -49,7 +53,8 @@ FIELDS: dict[str, Field] = {
     "truncated": Field("row", "bool", "a limit cut the episode (response length, time limit)"),
     # scores and estimates
     "scores": Field("row", "float32", "what a scorer gave the response"),
-    "score_failed": Field("row", "bool", "the scorer failed on this row: its score means nothing"),
+    "costs": Field("row", "float32", "what a second scorer gave the response; it has to stay low"),
+    "score_failed": Field("row", "bool", "a scorer failed on this row: its scores mean nothing"),
     "greedy_scores": Field("row", "float32", "score of the greedy response to the same prompt (ReMax)"),
     "rewards": Field("time", "float32", "reward of each step"),
     "values": Field("time", "float32", "value of the state before the step"),

@@ -111,6 +111,11 @@ class Tokenizer:
         """One more than the greatest id: what an embedding must hold at least."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    def same(self, other: Tokenizer) -> bool:
+        """Whether both give every id the same text, so that a model of one can read the tokens of the other."""
+        mine, theirs = (tokenizer.backend.get_vocab(with_added_tokens=True) for tokenizer in (self, other))
+        return mine == theirs and self.eos_token_ids[0] == other.eos_token_ids[0]
+
     @cached_property
     def _unknown_id(self) -> int | None:
         # Only what the model itself writes for the unknown: GPT-2's unk_token is its ordinary end token.

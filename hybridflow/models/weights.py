@@ -13,6 +13,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,11 +33,16 @@ __all__ = [
     "empty_decoder",
     "hf_config",
     "hf_state",
+    "is_reward_model",
     "load_decoder",
     "load_hf_state",
+    "load_reward",
     "read_spec",
     "save_decoder",
 ]
+
+SCORE = "score.weight"
+"""The head of a reward model."""
 
 _NAMES = {
     "embed": ("model.embed_tokens",),
@@ -160,6 +166,11 @@ def read_spec(folder: Path) -> DecoderSpec:
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give a Hugging Face model folder or one of 'hybridflow models'")
     return _parse(_read_json(folder / "config.json"), folder / "config.json")
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether config.json says that the folder holds a sequence classifier, not a language model."""
+    return str((_read_json(folder / "config.json").get("architectures") or [""])[0]).endswith("ForSequenceClassification")
 
 
 def _parse(config: Mapping[str, Any], where: Path | str) -> DecoderSpec:
@@ -319,6 +330,28 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return decoder
 
 
+def load_reward(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
+    """The decoder without language head, and the score head [1, D], None if the folder holds a language model.
+
+    Raises ModelError as ``load_decoder`` does, and for a classifier with several labels.
+    """
+    decoder = empty_decoder(replace(read_spec(folder), tied=True), dtype)
+    heads: dict[str, Tensor] = {}
+
+    def body() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _stored(_weight_files(folder)):
+            if name == SCORE:
+                heads[name] = tensor
+            else:
+                yield name, tensor
+
+    load_hf_state(decoder, body(), folder)
+    score = heads.get(SCORE)
+    if score is not None and score.shape != (1, decoder.spec.hidden_size):
+        raise ModelError(f"{folder}: {SCORE} is {list(score.shape)}; a reward model has one label, so one row")
+    return decoder, score
+
+
 def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -346,8 +379,19 @@ def _stored(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
 # --------------------------------------------------------------------------------------------------------------- saving
 
 
-def save_decoder(decoder: Decoder, folder: Path, *, copy_from: Path | None = None, shard_bytes: int = 5 * 2**30) -> None:
+def save_decoder(
+    decoder: Decoder,
+    folder: Path,
+    *,
+    copy_from: Path | None = None,
+    shard_bytes: int = 5 * 2**30,
+    score: Tensor | None = None,
+    pad_token_id: int | None = None,
+) -> None:
     """Write a Hugging Face folder that transformers, vLLM and ``load_decoder`` read, in the dtype of the weights.
+
+    With ``score`` [1, D] it is a reward model (...ForSequenceClassification with one label); transformers then needs
+    ``pad_token_id`` to find the last token of padded rows.
 
     ``copy_from``: the folder that the model came from; tokenizer, chat template, generation settings and the other keys of
     config.json are taken over. Above ``shard_bytes`` the weights are several files and an index.
@@ -356,8 +400,12 @@ def save_decoder(decoder: Decoder, folder: Path, *, copy_from: Path | None = Non
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: exists already; choose another folder or remove it")
-    config = _merged_config(decoder, copy_from)
-    shards = _shards(decoder, shard_bytes)
+    config, weights = _merged_config(decoder, copy_from), [*hf_state(decoder)]
+    if score is not None:
+        config |= {"architectures": [_ARCHITECTURES[decoder.spec.family].replace("CausalLM", "SequenceClassification")]}
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": pad_token_id}
+        weights.append((SCORE, score.detach()))
+    shards = _shards(weights, shard_bytes)
     size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     with disk_space(folder.parent, size), appearing(folder) as partial:
         _write_json(partial / "config.json", config)
@@ -367,11 +415,11 @@ def save_decoder(decoder: Decoder, folder: Path, *, copy_from: Path | None = Non
                 shutil.copyfile(copy_from / name, partial / name)
 
 
-def _shards(decoder: Decoder, shard_bytes: int) -> list[dict[str, Tensor]]:
+def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> list[dict[str, Tensor]]:
     """The weights in files of at most ``shard_bytes``, or of one tensor."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
-    for name, tensor in hf_state(decoder):
+    for name, tensor in weights:
         if tensor.nbytes > room and shards[-1]:
             shards.append({})
             room = shard_bytes

@@ -37,7 +37,7 @@ from hybridflow.core.config import Config
 from hybridflow.core.errors import RewardError
 from hybridflow.rollout.reward_process import Signature
 
-__all__ = ["RewardConfig", "RewardPool", "RewardResult", "RewardSpec"]
+__all__ = ["RewardConfig", "RewardPool", "RewardResult", "RewardSpec", "ScorerConfig"]
 
 _LOAD_TIMEOUT_S = 300.0  # a function's module may import a model
 _CHUNK = 32  # calls on their way to one process: enough to hide the round trip, few enough to share the work evenly
@@ -64,26 +64,20 @@ class RewardResult:
     metrics: Mapping[str, float]
 
 
-class RewardConfig(Config):
-    """Reward functions and what happens when one fails."""
+class ScorerConfig(Config):
+    """Keys of ``[cost]``, and the first of ``[reward]``: functions, or a reward model."""
 
     functions: tuple[str, ...] = ()
     """reward functions, "package.module:function" or "path/file.py:function"; the score is their weighted sum"""
     weights: tuple[float, ...] | None = None
     """one weight for each function; all 1 if not given"""
-    timeout_s: float = Field(10.0, gt=0)
-    """a call that takes longer is killed and counts as failed"""
-    workers: int | None = Field(None, ge=1)
-    """processes that call the functions; as many as there are processors, at most 4, if not given"""
-    retries: int = Field(0, ge=0)
-    """how often a failed call is tried again"""
-    on_failure: Literal["raise", "drop_group"] = "drop_group"
-    """what a failed row does: stop the run, or leave its prompt's group out of the update"""
-    max_failed_fraction: float = Field(0.1, ge=0, le=1)
-    """a step in which a greater part of the rows fails stops the run"""
+    model: str | None = None
+    """instead of functions: a reward model with the actor's tokenizer, a Hugging Face folder such as runs/reward/model"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.model is not None and self.functions:
+            raise ValueError("has both model and functions; give one")
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions; give one weight for each")
         if len(set(self.functions)) < len(self.functions):
@@ -94,6 +88,21 @@ class RewardConfig(Config):
         """The functions with their weights."""
         weights = self.weights or (1.0,) * len(self.functions)
         return tuple(RewardSpec(function, weight) for function, weight in zip(self.functions, weights, strict=True))
+
+
+class RewardConfig(ScorerConfig):
+    """The reward, and what happens when one of its functions, or one of the cost's, fails."""
+
+    timeout_s: float = Field(10.0, gt=0)
+    """a call that takes longer is killed and counts as failed"""
+    workers: int | None = Field(None, ge=1)
+    """processes that call the functions; as many as there are processors, at most 4, if not given"""
+    retries: int = Field(0, ge=0)
+    """how often a failed call is tried again"""
+    on_failure: Literal["raise", "drop_group"] = "drop_group"
+    """what a failed row does: stop the run, or leave its prompt's group out of the update"""
+    max_failed_fraction: float = Field(0.1, ge=0, le=1)
+    """a step in which a greater part of the rows fails stops the run"""
 
 
 class RewardPool:

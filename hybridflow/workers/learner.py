@@ -181,6 +181,15 @@ def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int)
     return {name: batch.ragged("response_mask").like(values) for name, values in out.items()}
 
 
+def score_rows(model: Any, batch: Batch, token_budget: int) -> np.ndarray:
+    """``scores`` [B] of a reward model, without gradients."""
+    scores = np.zeros(len(batch), np.float32)
+    with torch.no_grad():
+        for index in plan_microbatches(batch.lengths, token_budget):
+            scores[index] = model.outputs(batch.rows(index))["scores"].cpu().numpy()
+    return scores
+
+
 def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
     mask = batch.ragged("response_mask")

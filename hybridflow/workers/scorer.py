@@ -1,8 +1,8 @@
-"""Scorers: reward functions and frozen models."""
+"""Scorers: reward functions, reward models and frozen policies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,24 +11,31 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.ops.kl import estimate_kl
 from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
-from hybridflow.workers.learner import Networks, forward
+from hybridflow.workers.learner import Networks, forward, score_rows
 
-__all__ = ["ModelScorer", "RewardScorer"]
+__all__ = ["ModelScorer", "RewardModelScorer", "RewardScorer"]
+
+
+def _after_others(args: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("score_failed",) if args.get("second") else ()
 
 
 class RewardScorer:
     """Scores responses with reward functions, in processes of their own.
 
     A function that fails gives no score, never a zero: its group is dropped (no action steps left, so it influences
-    nothing) or the run stops, as the configuration says; more failures in a batch than the budget stop the run.
+    nothing) or the run stops, as the configuration says; more failures in a batch than the budget stop the run. A
+    ``second`` scorer (the cost) adds its failures to those of the first.
     """
 
-    def __init__(self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig) -> None:
-        self.context, self.config = context, config
+    def __init__(
+        self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig, second: bool = False
+    ) -> None:
+        self.context, self.config, self.second = context, config, second
         self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries)
 
     @remote(
-        reads=("prompt_text", "response", "fields", "group_id", "response_mask"),
+        reads=lambda args: ("prompt_text", "response", "fields", "group_id", "response_mask", *_after_others(args)),
         writes=("scores", "score_failed", "response_mask"),
         kind="reward",
     )
@@ -42,6 +49,7 @@ class RewardScorer:
         dropped = np.isin(batch["group_id"], batch["group_id"][failed])
         mask = batch.ragged("response_mask")
         kept = Ragged(mask.values & ~dropped[mask.row_index], mask.lengths)
+        failed |= batch["score_failed"] if self.second else False
         return Batch({"scores": scores, "score_failed": failed, "response_mask": kept}, len(batch))
 
     def _observe(self, results: list[RewardResult], failed: np.ndarray, scores: np.ndarray) -> None:
@@ -63,18 +71,48 @@ class RewardScorer:
         self.pool.close()
 
 
-class ModelScorer:
-    """A frozen policy: the log-probability that it gives to what was sampled."""
+class RewardModelScorer:
+    """A frozen reward model: ``scores`` of whole rows, prompt and response. It never fails."""
 
-    def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int) -> None:
-        self.context, self.token_budget = context, token_budget
+    def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, second: bool = False) -> None:
+        self.context, self.token_budget, self.second = context, token_budget, second
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
 
-    @remote(reads=lambda args: ("log_probs", "response_mask", *args["networks"].inputs), writes=("log_probs",))
+    @remote(
+        reads=lambda args: (*args["networks"].inputs, *_after_others(args)),
+        writes=("scores", "score_failed"),
+        kind="reward",
+    )
+    def score(self, batch: Batch, /) -> Batch:
+        scores = score_rows(self.model, batch, self.token_budget)
+        exact = scores.astype(np.float64)
+        self.context.metrics.add("mean", exact.sum(), len(exact))
+        self.context.metrics.add("std", exact.std() if len(exact) else 0.0)
+        failed = batch["score_failed"] if self.second else np.zeros(len(batch), bool)
+        return Batch({"scores": scores, "score_failed": failed}, len(batch))
+
+
+class ModelScorer:
+    """A frozen policy: the log-probability that it gives to the responses. ``sampled``: the trained policy wrote them, so
+    they come with its own ``log_probs``, and their KL is a metric."""
+
+    def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, sampled: bool = True) -> None:
+        self.context, self.token_budget, self.sampled = context, token_budget, sampled
+        self.model: Any = networks.build()[networks.main].requires_grad_(False)
+
+    @remote(
+        reads=lambda args: (
+            *(("log_probs",) if args.get("sampled", True) else ()),
+            "response_mask",
+            *args["networks"].inputs,
+        ),
+        writes=("log_probs",),
+    )
     def score(self, batch: Batch, /) -> Batch:
         """``log_probs`` of every action step (the role renames them); metric ``kl`` of the sampling policy against them."""
         mask = batch.ragged("response_mask").values
         own = forward(self.model, batch, ("log_probs",), self.token_budget)["log_probs"]
-        sampling, reference = (c.values[mask].astype(np.float64) for c in (batch.ragged("log_probs"), own))
-        self.context.metrics.add("kl", float(estimate_kl(sampling, reference, "k3").sum()), len(sampling))
+        if self.sampled:
+            sampling, reference = (c.values[mask].astype(np.float64) for c in (batch.ragged("log_probs"), own))
+            self.context.metrics.add("kl", float(estimate_kl(sampling, reference, "k3").sum()), len(sampling))
         return Batch({"log_probs": own}, len(batch))
