@@ -52,7 +52,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
-Per = Literal["step", "row"]
+Per = Literal["step", "row", "group"]
 PerOf = Per | Callable[[Mapping[str, Any]], Per]
 
 
@@ -177,7 +177,8 @@ def columns(
     """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
 
     ``reads`` and ``per`` may be functions of the parameters (the bound ones and the defaults of the others).
-    ``per``: what a loss's terms are divided by, the number of steps or of rows of the minibatch. ``min_group``: the
+    ``per``: what a loss's terms are divided by, the number of steps, rows or groups of the minibatch; a loss per group
+    reads ``group_id`` and always sees whole groups, their rows side by side in the order of the batch. ``min_group``: the
     smallest number of responses to a prompt that an estimator needs. ``on``: what a loss is given first, the outputs of
     the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name.
     """
@@ -220,21 +221,24 @@ class Fn:
 
 
 @columns(())
-def _chain(batch: Batch, functions: Sequence[Fn]) -> dict[str, Any]:
+def _chain(batch: Batch, functions: Sequence[Fn], keep: Names) -> dict[str, Any]:
     for fn in functions:
         batch = batch.with_columns(**fn(batch))
-    written = {name for fn in functions for name in fn.writes}
-    return {name: batch[name] for name in written}
+    return {name: batch[name] for name in keep}
 
 
-def chain(*functions: Fn) -> Fn:
-    """Estimators one after another; what an earlier one writes, a later one may read."""
+def chain(*functions: Fn, keep: Names | None = None) -> Fn:
+    """Estimators one after another; what an earlier one writes, a later one may read.
+
+    ``keep``: those of the written columns that are the result, by default all of them.
+    """
     reads: list[str] = []
     written: list[str] = []
     for fn in functions:
         reads += [name for name in fn.reads if name not in written]
         written += fn.writes
-    return Fn(_chain, {"functions": functions}, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(written)))
+    result = tuple(name for name in dict.fromkeys(written) if keep is None or name in keep)
+    return Fn(_chain, {"functions": functions, "keep": result}, tuple(dict.fromkeys(reads)), result)
 
 
 class Actor(Protocol):

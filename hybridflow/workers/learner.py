@@ -2,7 +2,8 @@
 
 ``update`` sees the whole batch and deals its own minibatches:
 
-    units (rows, or steps for nets on single observations), permuted by (seed, update, epoch)
+    units (rows, steps for nets on single observations, or groups for losses that compare the rows of a group),
+    permuted by (seed, update, epoch)
       └─ minibatch: one optimizer step, ONE normaliser counted before it is split
            └─ microbatches by token budget: forward, loss terms / normaliser, backward; gradients add up
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ class Learner:
     @remote(reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
         """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
-        units = _Units(batch, self.model.unit)
+        units = _Units(batch, "group" if loss.per == "group" else self.model.unit)
         written = {name: np.zeros(units.num_steps, np.float32) for name in loss.writes}
         for epoch in range(self.plan.epochs):
             order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
@@ -92,9 +93,9 @@ class Learner:
         if len(units) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return
-        normaliser = float(units.num_actions if loss.per == "step" else len(units))
+        normaliser = {"step": units.num_actions, "row": len(units.batch), "group": len(units)}[loss.per]
         self.optimizer.zero_grad()
-        for index in plan_microbatches(units.batch.lengths, self.plan.token_budget):
+        for index in plan_microbatches(units.lengths, self.plan.token_budget):
             micro = units.rows(index)
             result = self._loss(micro.batch, loss)
             total = result.terms.sum() / normaliser
@@ -135,6 +136,17 @@ class Learner:
         with torch.no_grad():
             bootstrap = self.model.bootstrap(batch).float().cpu().numpy()
         return Batch({"values": values, "bootstrap_values": bootstrap})
+
+    @remote(reads=_inputs, writes=("learner_log_probs",))
+    def compute_log_probs(self, batch: Batch, /) -> Batch:
+        """Log-probability of every action step under the current policy, whoever chose it."""
+        log_probs = forward(self.model, batch, ("log_probs",), self.plan.token_budget)["log_probs"]
+        return Batch({"learner_log_probs": log_probs})
+
+    @remote(reads=_inputs, writes=("scores",))
+    def compute_scores(self, batch: Batch, /) -> Batch:
+        """What the reward model that is trained gives to every row."""
+        return Batch({"scores": score_rows(self.model, batch, self.plan.token_budget)})
 
     @control
     def blend(self, source: str, target: str, weight: float) -> None:
@@ -203,18 +215,32 @@ def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 class _Units:
-    """A batch as the units that minibatches are made of, each with the places of its action steps in the whole batch."""
+    """A batch as the units that minibatches are made of, each with the places of its action steps in the whole batch.
 
-    def __init__(self, batch: Batch, unit: str) -> None:
+    Rows without an action step are in no unit, nor is a group that has such a row. The rows of a group stay in order.
+    """
+
+    def __init__(self, batch: Batch, unit: Literal["row", "step", "group"]) -> None:
         mask = batch.ragged("response_mask")
         self.num_steps, self.axis = len(mask.values), mask
         places = Ragged(np.flatnonzero(mask.values), np.bincount(mask.row_index[mask.values], minlength=len(batch)))
-        kept = np.flatnonzero(places.lengths)
-        self.batch = batch.steps() if unit == "step" else batch.rows(kept)
-        self._places = Ragged(places.values, np.ones(len(places.values), np.int64)) if unit == "step" else places.rows(kept)
+        if unit == "step":
+            self.batch, self._places = batch.steps(), Ragged(places.values, np.ones(len(places.values), np.int64))
+            self._sizes = self._places.lengths
+        else:
+            kept, self._sizes = _groups(batch, places.lengths > 0) if unit == "group" else _rows(places.lengths > 0)
+            self.batch, self._places = batch.rows(kept), places.rows(kept)
 
     def __len__(self) -> int:
-        return len(self.batch)
+        return len(self._sizes)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[U] what each unit weighs in a microbatch: its rows times the longest of them."""
+        starts = np.cumsum(self._sizes) - self._sizes
+        longest = np.maximum.reduceat(self.batch.lengths, starts) if len(self) else self._sizes
+        weights: np.ndarray = self._sizes * longest
+        return weights
 
     @property
     def num_actions(self) -> int:
@@ -226,10 +252,26 @@ class _Units:
         return self._places.values
 
     def rows(self, index: np.ndarray) -> _Units:
+        """The units at ``index``."""
         new = object.__new__(_Units)
-        new.num_steps, new.axis = self.num_steps, self.axis
-        new.batch, new._places = self.batch.rows(index), self._places.rows(index)
+        new.num_steps, new.axis, new._sizes = self.num_steps, self.axis, self._sizes[index]
+        rows = Ragged(np.arange(len(self.batch)), self._sizes).rows(index).values
+        new.batch, new._places = self.batch.rows(rows), self._places.rows(rows)
         return new
 
     def time_columns(self, written: Mapping[str, np.ndarray]) -> Batch:
         return Batch({name: self.axis.like(values) for name, values in written.items()}, len(self.axis))
+
+
+def _rows(has_steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, rows of each unit): every row by itself."""
+    kept = np.flatnonzero(has_steps)
+    return kept, np.ones(len(kept), np.int64)
+
+
+def _groups(batch: Batch, has_steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, rows of each unit): rows of equal ``group_id`` side by side."""
+    _, group, sizes = np.unique(batch["group_id"], return_inverse=True, return_counts=True)
+    whole = np.bincount(group, weights=has_steps, minlength=len(sizes)) == sizes
+    rows = np.argsort(group, kind="stable")
+    return rows[whole[group[rows]]], sizes[whole].astype(np.int64)
