@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridflow.algorithms import ALGORITHMS
+from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig
@@ -71,7 +72,11 @@ def build(config: RunConfig) -> Run:
         runtime = LocalRuntime()
         on_error.callback(runtime.stop)
         parts = make_parts(config, runtime)
-        makers = {**parts.makers(), "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker))}
+        makers = {
+            **parts.makers(),
+            "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
+            "objective": lambda: _objective(config),
+        }
         buffer: Buffer = Replay(config.replay, config.seed) if config.algorithm == "dqn" else Fifo()
         schedule = Synchronous(config.train.updates_per_step)
         trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
@@ -87,6 +92,19 @@ def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
         return EnvironmentParts(config, config.environment, runtime)
     assert config.data is not None, "validated"
     return TextParts(config, config.data, runtime)
+
+
+def _objective(config: RunConfig) -> Objective:
+    """The policy loss, the KL and the shaping that policy-gradient methods share."""
+    algorithm: Any = ALGORITHMS[config.algorithm].algorithm
+    return Objective(
+        config.loss,
+        config.kl,
+        config.shaping,
+        kl_where=algorithm.kl_where,
+        max_new_tokens=config.generation.max_new_tokens,
+        samples_per_step=config.train.prompts_per_step * config.train.group_size,
+    )
 
 
 def _algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:

@@ -180,7 +180,7 @@ class TextParts:
     def scorers(self) -> list[Scorer]:
         """The reward, and the reference if the method needs it."""
         scorers: list[Scorer] = [self.reward]
-        if ALGORITHMS[self.config.algorithm].algorithm.needs_reference(self.config.method):
+        if self.config.needs_reference:
             source = self._source_like_actor(self.config.reference)
             networks = Networks(partial(_policy, source, self.config.generation.temperature), "policy", ("tokens",))
             args = {"networks": networks, "token_budget": self.config.train.token_budget}

@@ -192,6 +192,7 @@ class RunConfig(Config):
         method = ALGORITHMS[self.algorithm]
         roles = inspect.signature(method.algorithm).parameters
         read = {"actor", "train", "evaluation", "checkpoint", self.algorithm, *({"critic", "cost"} & roles.keys())}
+        read |= {"loss"} if "objective" in roles else set()
         if self.environment is not None:
             return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
         read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
@@ -252,6 +253,9 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         if config.train.group_size < smallest:
             found = f"train.group_size = {config.train.group_size}"
             yield f"{found}: {config.algorithm} compares the responses to one prompt and needs at least {smallest}"
+    if issubclass(method.algorithm, PolicyGradient):
+        given = "data" if config.environment is None else "environment"
+        yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
     if config.train.updates_per_step > 1 and config.algorithm != "dqn":
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
 

@@ -78,8 +78,8 @@ def test_a_run_leaves_a_complete_directory(tmp_path: Path) -> None:
 
 TEXT = {
     "grpo": REVERSE,
-    "grpo-bf16-kl": with_keys(REVERSE, grpo__kl_coef=0.01, actor__dtype="bfloat16"),
-    "ppo": with_keys(REVERSE, algorithm="ppo", ppo={"kl_coef": 0.05, "kl_target": 0.01}, train__group_size=1),
+    "grpo-bf16-kl": with_keys(REVERSE, kl__coef=0.01, actor__dtype="bfloat16"),
+    "ppo": with_keys(REVERSE, algorithm="ppo", kl={"coef": 0.05, "target": 0.01}, train__group_size=1),
     "sft": with_keys(REVERSE, algorithm="sft", train__group_size=None),
 }
 ENVIRONMENTS = {
@@ -168,19 +168,19 @@ def test_the_seed_decides() -> None:
 
 
 GRPO_FAMILY = {
-    "rloo": {"baseline": "leave_one_out", "loss": "reinforce"},
-    "dr_grpo": {"scale": "none", "aggregation": "constant"},
-    "dapo": {"clip_high": 0.28, "overlong_buffer": 2},
-    "gspo": {"loss": "gspo", "clip": 3e-4, "clip_high": 4e-4},
-    "cispo": {"loss": "cispo"},
-    "kl_in_loss": {"kl_coef": 0.1},
-    "kl_in_reward": {"kl_coef": 0.1, "kl_in": "reward"},
-    "dual_clip": {"dual_clip": 3.0, "aggregation": "sequence_mean", "entropy_coef": 0.01},
+    "rloo": {"algorithm": "rloo", "loss": {"kind": "reinforce"}},
+    "dr_grpo": {"grpo": {"scale": "none"}, "loss": {"aggregation": "constant"}},
+    "dapo": {"loss": {"clip_high": 0.28}, "shaping": {"overlong_buffer": 2}},
+    "gspo": {"loss": {"kind": "gspo"}},
+    "cispo": {"loss": {"kind": "cispo"}},
+    "kl_in_loss": {"kl": {"coef": 0.1}},
+    "kl_in_reward": {"kl": {"coef": 0.1, "where": "reward"}},
+    "dual_clip": {"loss": {"dual_clip": 3.0, "aggregation": "sequence_mean", "entropy_coef": 0.01}},
 }
 
 
 @pytest.mark.parametrize("name", GRPO_FAMILY)
 def test_every_member_of_the_grpo_family_learns(name: str) -> None:
-    before, after = learned(REVERSE, train__steps=1), learned(with_keys(REVERSE, grpo=GRPO_FAMILY[name]), train__steps=2)
+    before, after = learned(REVERSE, train__steps=1), learned(with_keys(REVERSE, **GRPO_FAMILY[name]), train__steps=2)
     moved = [float((after[key] - tensor).abs().max()) for key, tensor in before.items()]
     assert all(np.isfinite(moved)) and max(moved) > 1e-4

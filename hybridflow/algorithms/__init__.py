@@ -5,6 +5,7 @@ from typing import NamedTuple
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
+from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Algorithm
@@ -24,11 +25,9 @@ class Method(NamedTuple):
 ALGORITHMS: dict[str, Method] = {
     "sft": Method(SFT, SFTConfig, ("data",), "supervised fine-tuning on demonstrations"),
     "grpo": Method(
-        GRPO,
-        GRPOConfig,
-        ("data",),
-        "group-relative policy optimisation; RLOO, Dr. GRPO, DAPO, GSPO and CISPO by its switches",
+        GRPO, GRPOConfig, ("data",), "group-relative policy optimisation; Dr. GRPO, DAPO, GSPO and CISPO by switches"
     ),
+    "rloo": Method(RLOO, RLOOConfig, ("data",), "REINFORCE with the other responses' mean score as baseline"),
     "ppo": Method(
         PPO, PPOConfig, ("data", "environment"), "proximal policy optimisation with a critic, for tokens and environments"
     ),

@@ -26,6 +26,7 @@ __all__ = [
     "kl_penalty",
     "leave_one_out",
     "n_step_returns",
+    "normalise_scores",
     "overlong_penalty",
     "score_rewards",
     "v_trace",
@@ -119,6 +120,20 @@ def overlong_penalty(batch: Batch, max_tokens: int, buffer_tokens: int, penalty:
     excess = _Steps(batch).counts - (max_tokens - buffer_tokens)
     punishment = penalty * (excess / max(buffer_tokens, 1)).clip(0.0, 1.0)
     return {"scores": (batch["scores"].astype(np.float64) - punishment).astype(np.float32)}
+
+
+@columns(reads=("scores", "response_mask"), writes=("scores",))
+def normalise_scores(batch: Batch, mean: float | None = None, std: float | None = None) -> dict[str, Array]:
+    """(score - mean) / (std + 1e-8), by default with mean and population std of the rows that have action steps.
+
+    Equal scores, and a single one, become 0.
+    """
+    valid, scores = _Steps(batch).counts > 0, batch["scores"].astype(np.float64)
+    scores = np.where(valid, scores, 0.0)
+    count = max(int(valid.sum()), 1)
+    centred = np.where(valid, scores - (scores.sum() / count if mean is None else mean), 0.0)
+    deviation = np.sqrt((centred**2).sum() / count) if std is None else std
+    return {"scores": (centred / (deviation + 1e-8)).astype(np.float32)}
 
 
 @columns(reads=BOOTSTRAPPED, writes=("advantages", "returns"))

@@ -1,0 +1,214 @@
+"""What all policy-gradient methods share: the policy loss, the KL against the reference, the shaping of scores.
+
+    objective = Objective(loss, kl, shaping, kl_where="reward", max_new_tokens=64, samples_per_step=128)
+    objective.token_rewards()      # scores (and the KL) -> rewards, one declared function after another
+    objective.shaped_scores()      # the same for methods that compare whole responses
+    objective.policy_loss()        # the loss that the actor is updated with
+
+A method adds where its advantages come from.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hybridflow.core.config import Config
+from hybridflow.core.roles import Algorithm, Fn
+from hybridflow.ops.advantages import kl_into_scores, kl_penalty, normalise_scores, overlong_penalty, score_rewards
+from hybridflow.ops.kl import AdaptiveKL, KLKind
+from hybridflow.ops.losses import cispo, gspo, ppo_clip, reinforce
+
+__all__ = ["KLConfig", "LossConfig", "Objective", "PolicyGradient", "ShapingConfig", "Where", "conflicts"]
+
+Where = Literal["loss", "reward"]
+
+UNREAD = {
+    "ppo_clip": (),
+    "gspo": ("aggregation", "dual_clip"),
+    "cispo": ("clip", "dual_clip"),
+    "reinforce": ("clip", "clip_high", "dual_clip"),
+}
+
+
+class LossConfig(Config):
+    """Keys of ``[loss]``: the policy loss."""
+
+    kind: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
+    """clipped ratios of tokens, of whole responses, clipped weights, or none; on policy their gradients are the same"""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """tokens weigh alike (token_mean, when left out); or sequences do (always in gspo); or a token 1 / max_new_tokens"""
+    clip: float | None = Field(None, gt=0)
+    """the ratio is clipped below at 1 - clip; 0.2 when left out, in gspo 3e-4"""
+    clip_high: float | None = Field(None, gt=0)
+    """and above at 1 + clip_high; clip when left out, in gspo 4e-4"""
+    dual_clip: float | None = Field(None, gt=1)
+    """bound of the loss of bad responses (Ye et al. 2020)"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the entropy bonus"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in UNREAD[self.kind]:
+            if getattr(self, name) is not None:
+                raise ValueError(f'kind = "{self.kind}" has no use for {name} = {getattr(self, name)}; leave {name} out')
+        return self
+
+
+class KLConfig(Config):
+    """Keys of ``[kl]``: the pull towards the reference."""
+
+    coef: float = Field(0.0, ge=0)
+    """weight of the KL against the reference; above 0 it adds the reference model"""
+    where: Where | None = None
+    """a term of the loss, or taken off the reward; what the method's paper does when left out"""
+    kind: KLKind | None = None
+    """estimator of the KL (Schulman 2020); left out, k1 in the reward and k3 in the loss"""
+    target: float | None = Field(None, gt=0)
+    """adapt coef so that the KL per token stays near this"""
+    horizon: int = Field(10_000, gt=0)
+    """samples over which coef adapts"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("where", "kind", "target"):
+            if self.coef == 0 and getattr(self, name) is not None:
+                raise ValueError(f"{name} = {getattr(self, name)} has no effect with coef = 0; set coef or remove {name}")
+        return self
+
+
+class ShapingConfig(Config):
+    """Keys of ``[shaping]``: what happens to scores before advantages are made of them."""
+
+    overlong_buffer: int = Field(0, ge=0)
+    """the last tokens before max_new_tokens over which a penalty rises (DAPO)"""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """what a response of full length loses; only with overlong_buffer"""
+    normalise: Literal["none", "batch", "running"] = "none"
+    """scores to mean 0 and deviation 1: of the step's batch, or of all steps before"""
+
+
+def conflicts(loss: LossConfig, kl: KLConfig, kl_where: Where, given: str) -> Iterator[str]:
+    """What can't be combined, each naming both keys. ``given``: "data" or "environment"."""
+    if kl.kind == "k1" and (kl.where or kl_where) == "loss":
+        yield 'kl.kind = "k1" with kl.where = "loss": its expected gradient is zero; use k2 or k3, or kl.where = "reward"'
+    if given == "environment":
+        if loss.kind == "gspo":
+            yield 'loss.kind = "gspo" on [environment]: its ratio is one for a whole response; use another kind'
+        if loss.aggregation not in (None, "token_mean"):
+            yield f'loss.aggregation = "{loss.aggregation}" on [environment]: steps are dealt singly; use "token_mean"'
+
+
+class Objective:
+    """Builds the policy loss and the shaping of scores and rewards; holds the adaptive KL coefficient.
+
+    ``kl_where``: where the method's paper has the KL. ``samples_per_step``: responses that a step adds to the measured KL.
+    """
+
+    def __init__(
+        self,
+        loss: LossConfig,
+        kl: KLConfig,
+        shaping: ShapingConfig,
+        *,
+        kl_where: Where,
+        max_new_tokens: int,
+        samples_per_step: int,
+    ) -> None:
+        self.loss, self.shaping, self.max_new_tokens = loss, shaping, max_new_tokens
+        self.kl, self.samples_per_step = AdaptiveKL(kl.coef, kl.target, kl.horizon), samples_per_step
+        self.kl_where: Where = kl.where or kl_where
+        self.kl_kind: KLKind = kl.kind or ("k1" if self.kl_where == "reward" else "k3")
+        self.scores_seen = RunningMoments()
+
+    def shaped_scores(self) -> tuple[Fn, ...]:
+        """Scores with penalties, normalised, and with the KL of the whole response if it belongs to the reward."""
+        return (*self._scores(), *self._in_reward(kl_into_scores.bind))
+
+    def token_rewards(self) -> tuple[Fn, ...]:
+        """Scores with penalties, normalised, as reward of the last token, and the KL of each token if it belongs there."""
+        return (*self._scores(), score_rewards.bind(), *self._in_reward(kl_penalty.bind))
+
+    def _scores(self) -> Iterator[Fn]:
+        shaping = self.shaping
+        if shaping.overlong_buffer:
+            yield overlong_penalty.bind(
+                max_tokens=self.max_new_tokens, buffer_tokens=shaping.overlong_buffer, penalty=shaping.overlong_penalty
+            )
+        if shaping.normalise == "batch":
+            yield normalise_scores.bind()
+        elif shaping.normalise == "running":
+            yield normalise_scores.bind(**self.scores_seen.moments())
+
+    def _in_reward(self, bind: Any) -> Iterator[Fn]:
+        if self.kl.coef > 0 and self.kl_where == "reward":
+            yield bind(coef=self.kl.coef, kind=self.kl_kind)
+
+    def policy_loss(self) -> Fn:
+        """The loss of ``[loss]``, with the KL term of ``[kl]`` if it belongs there."""
+        loss = self.loss
+        params: dict[str, Any] = {"entropy_coef": loss.entropy_coef}
+        if self.kl.coef > 0 and self.kl_where == "loss":
+            params |= {"kl_coef": self.kl.coef, "kl_kind": self.kl_kind}
+        if loss.kind == "gspo":
+            return gspo.bind(**params, clip=loss.clip or 3e-4, clip_high=loss.clip_high or loss.clip or 4e-4)
+        params["aggregation"] = loss.aggregation or "token_mean"
+        if loss.aggregation == "constant":
+            params["max_tokens"] = self.max_new_tokens
+        if loss.kind == "cispo":
+            return cispo.bind(**params, clip_high=loss.clip_high or 0.2)
+        if loss.kind == "reinforce":
+            return reinforce.bind(**params)
+        return ppo_clip.bind(**params, clip=loss.clip or 0.2, clip_high=loss.clip_high, dual_clip=loss.dual_clip)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """After a step: steer the coefficient of the KL, remember the scores."""
+        if self.kl.coef > 0:
+            self.kl.update(metrics["reference/kl"], self.samples_per_step)
+        if self.shaping.normalise == "running":
+            self.scores_seen.add(metrics["reward/mean"], metrics["reward/std"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl": self.kl.state_dict(), "scores_seen": self.scores_seen.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kl.load_state_dict(state["kl"])
+        self.scores_seen.load_state_dict(state["scores_seen"])
+
+
+class RunningMoments:
+    """Mean and deviation of all scores so far, from those of each step; every step weighs alike."""
+
+    def __init__(self) -> None:
+        self.steps, self.mean, self.mean_square = 0, 0.0, 0.0
+
+    def add(self, mean: float, std: float) -> None:
+        self.steps += 1
+        self.mean += (mean - self.mean) / self.steps
+        self.mean_square += (mean**2 + std**2 - self.mean_square) / self.steps
+
+    def moments(self) -> dict[str, float]:
+        """``mean`` and ``std``; nothing before the first step, which is normalised by itself."""
+        return {"mean": self.mean, "std": max(self.mean_square - self.mean**2, 0.0) ** 0.5} if self.steps else {}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"steps": self.steps, "mean": self.mean, "mean_square": self.mean_square}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.mean, self.mean_square = state["steps"], state["mean"], state["mean_square"]
+
+
+class PolicyGradient(Algorithm):
+    """A method with an ``Objective``: that is all of its state."""
+
+    kl_where: ClassVar[Where] = "reward"
+    objective: Objective
+
+    def observe(self, metrics: Mapping[str, float], /) -> None:
+        self.objective.observe(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.objective.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.objective.load_state_dict(state)
