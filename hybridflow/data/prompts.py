@@ -30,15 +30,27 @@ from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import generator
 from hybridflow.data.text import Prompt, Template, Tokenizer, last_user_text
 
-__all__ = ["DataConfig", "OnLongPrompt", "PromptRecord", "PromptSource", "did_you_mean", "read_records"]
+__all__ = [
+    "DataConfig",
+    "OnLongPrompt",
+    "PromptRecord",
+    "PromptSource",
+    "did_you_mean",
+    "prompt_of",
+    "read_records",
+    "read_rows",
+    "text_of",
+]
 
 OnLongPrompt = Literal["error", "skip", "truncate_left", "truncate_right"]
+
+Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (where the row is, the row)
 
 _CHUNK = 4096  # texts encoded at once
 
 
 class DataConfig(Config):
-    """What a run learns from: a built-in task or a file of prompts."""
+    """What a run learns from: a built-in task, a file of prompts or a file of preferences."""
 
     task: str | None = None
     """built-in task: addition, reverse, sort or reasoning_gym:NAME"""
@@ -48,6 +60,10 @@ class DataConfig(Config):
     """file of prompts: .jsonl, .csv or .parquet"""
     eval_prompts: str | None = None
     """file of held-out prompts for evaluation"""
+    pairs: str | None = None
+    """file of preferences, with the columns (prompt,) chosen, rejected and maybe margin; hybridflow rank makes one"""
+    eval_pairs: str | None = None
+    """file of held-out pairs; without it the pairs of a tenth of the prompts, always the same, are held out"""
     prompt_field: str = "prompt"
     """column of the prompt: text or a list of messages; all other columns reach the reward functions by name"""
     completion_field: str = "completion"
@@ -70,12 +86,14 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.task is None) == (self.prompts is None):
-            raise ValueError(f"give either a task or prompts; found {'neither' if self.task is None else 'both'}")
+        given = [name for name in ("task", "prompts", "pairs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one of task, prompts and pairs; found {' and '.join(given) or 'none'}")
         if self.task is None and self.options:
-            raise ValueError(f"options belong to a task, but prompts are given; remove {', '.join(self.options)}")
-        if self.task is not None and self.eval_prompts is not None:
-            raise ValueError("eval_prompts belongs to prompts; a task brings held-out prompts of its own")
+            raise ValueError(f"options belong to a task, but {given[0]} are given; remove {', '.join(self.options)}")
+        for name in ("prompts", "pairs"):
+            if name not in given and getattr(self, f"eval_{name}") is not None:
+                raise ValueError(f"eval_{name} belongs to {name}, but there is {given[0]}; remove it")
         if self.system is not None and self.template != "chat":
             raise ValueError(f'system needs template = "chat", but the template is {self.template!r}')
         return self
@@ -140,7 +158,7 @@ class PromptSource:
         groups = step * num_prompts + np.arange(num_prompts, dtype=np.int64)
         first = step * num_prompts * group_size
         ids = first + np.arange(num_prompts * group_size, dtype=np.int64)
-        return self._batch(self._rows(groups), groups).repeat(group_size).with_columns(sample_id=ids)
+        return self._batch(self.rows(groups), groups).repeat(group_size).with_columns(sample_id=ids)
 
     def all(self, limit: int | None = None) -> Batch:
         """Every prompt once, in the order of the records, or the first ``limit`` of them."""
@@ -153,7 +171,7 @@ class PromptSource:
         DataError if a record has no completion.
         """
         ids = step * num_prompts + np.arange(num_prompts, dtype=np.int64)
-        rows = self._rows(ids)
+        rows = self.rows(ids)
         prompts, completions = self._prompts.rows(rows), self._completions.rows(rows)
         pairs = list(zip(prompts, completions, strict=True))
         tokens = Ragged.from_rows([np.concatenate(pair) for pair in pairs], np.int64)
@@ -173,7 +191,11 @@ class PromptSource:
             encoded += self._tokenizer.encode_many(texts[start : start + _CHUNK])
         return Ragged.from_rows([[*ids, end] for ids in encoded], np.int64)
 
-    def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def encoded(self, records: NDArray[np.int64]) -> Ragged:
+        """The tokens of these records' prompts."""
+        return self._prompts.rows(records)
+
+    def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The record at each position of the endless sequence of epochs."""
         epochs, places = np.divmod(positions, len(self))
         orders = {epoch: _order(self._seed, int(epoch), len(self)) for epoch in np.unique(epochs)}
@@ -189,6 +211,14 @@ def read_records(path: Path, prompt_field: str = "prompt", completion_field: str
 
     DataError names the file, the row (for JSONL the line), what was found and what was expected.
     """
+    records = [_record(row, where, prompt_field, completion_field) for where, row in read_rows(path)]
+    if not records:
+        raise DataError(f"{path}: is empty, expected one prompt a row")
+    return records
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of a file, each with where it is, for errors. DataError if the file or a row can't be read."""
     if not path.exists():
         raise DataError(f"{path}: no such file")
     if path.is_dir():
@@ -196,12 +226,9 @@ def read_records(path: Path, prompt_field: str = "prompt", completion_field: str
     if path.suffix not in _READERS:
         raise DataError(f"{path}: can't read {path.suffix or 'a file without extension'}; {_supported()}")
     try:
-        records = [_record(row, where, prompt_field, completion_field) for where, row in _READERS[path.suffix](path)]
+        yield from _READERS[path.suffix](path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}; convert the file") from None
-    if not records:
-        raise DataError(f"{path}: is empty, expected one prompt a row")
-    return records
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -243,20 +270,41 @@ def _name(index: int, record: PromptRecord) -> str:
 
 
 def _record(row: Mapping[str, Any], where: str, prompt_field: str, completion_field: str | None) -> PromptRecord:
-    for name, key in ((prompt_field, "prompt_field"), (completion_field, "completion_field")):
-        if name is not None and name not in row:
-            found = ", ".join(map(str, row)) or "none"
-            near = difflib.get_close_matches(name, [str(column) for column in row], 1, 0.6)
-            hint = f"did you mean {key} = {near[0]!r}?" if near else f"set {key} to one of them"
-            raise DataError(f"{where}: no column {name!r}; found {found}; {hint}")
-    prompt, completion = row[prompt_field], row[completion_field] if completion_field else None
+    prompt = prompt_of(row, where, prompt_field)
+    completion = text_of(row, where, completion_field, "completion_field") if completion_field else None
+    others = {name: value for name, value in row.items() if name not in (prompt_field, completion_field)}
+    return PromptRecord(prompt, others, completion)
+
+
+def prompt_of(row: Mapping[str, Any], where: str, prompt_field: str) -> Prompt:
+    """The prompt in a row; DataError if there is none, or none that can be read."""
+    _check_column(row, where, prompt_field, "prompt_field")
+    prompt: Prompt = row[prompt_field]
     problem = _problem(prompt)
     if problem:
         raise DataError(f"{where}: {prompt_field} {problem}")
-    if completion_field and not (isinstance(completion, str) and completion):
-        raise DataError(f"{where}: {completion_field} is {completion!r}, expected a text that is not empty")
-    others = {name: value for name, value in row.items() if name not in (prompt_field, completion_field)}
-    return PromptRecord(prompt, others, completion)
+    return prompt
+
+
+def text_of(row: Mapping[str, Any], where: str, name: str, key: str | None = None) -> str:
+    """The text in column ``name``, which the configuration's ``key`` chooses; DataError if there is none."""
+    _check_column(row, where, name, key)
+    text = row[name]
+    if not (isinstance(text, str) and text):
+        raise DataError(f"{where}: {name} is {text!r}, expected a text that is not empty")
+    return text
+
+
+def _check_column(row: Mapping[str, Any], where: str, name: str, key: str | None) -> None:
+    if name in row:
+        return
+    found = ", ".join(map(str, row)) or "none"
+    near = difflib.get_close_matches(name, [str(column) for column in row], 1, 0.6)
+    if key is None:
+        hint = f"rename {near[0]!r}" if near else "add it"
+    else:
+        hint = f"did you mean {key} = {near[0]!r}?" if near else f"set {key} to one of them"
+    raise DataError(f"{where}: no column {name!r}; found {found}; {hint}")
 
 
 def _problem(prompt: Any) -> str | None:
@@ -271,9 +319,6 @@ def _problem(prompt: Any) -> str | None:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             return f"has {message!r} as message {i}, expected an object with the texts role and content"
     return None
-
-
-Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (where the row is, the row)
 
 
 def _read_jsonl(path: Path) -> Rows:

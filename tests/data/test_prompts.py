@@ -230,10 +230,11 @@ def test_options_survive_toml_and_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "give either a task or prompts; found neither"),
-        ({"task": "sort", "prompts": "p.jsonl"}, "give either a task or prompts; found both"),
+        ({}, "give one of task, prompts and pairs; found none"),
+        ({"task": "sort", "prompts": "p.jsonl"}, "give one of task, prompts and pairs; found task and prompts"),
         ({"prompts": "p.jsonl", "options": {"digits": 1}}, "options belong to a task.*remove digits"),
-        ({"task": "sort", "eval_prompts": "p.jsonl"}, "eval_prompts belongs to prompts"),
+        ({"task": "sort", "eval_prompts": "p.jsonl"}, "eval_prompts belongs to prompts, but there is task; remove it"),
+        ({"prompts": "p.jsonl", "eval_pairs": "p.jsonl"}, "eval_pairs belongs to pairs, but there is prompts"),
         ({"task": "sort", "system": "S"}, "system needs template = \"chat\", but the template is 'plain'"),
         ({"task": "sort", "template": "chatml"}, '\'chatml\' is none of "plain", "chat" or a text'),
         ({"task": "sort", "on_long_prompt": "cut"}, "'error', 'skip', 'truncate_left' or 'truncate_right'"),
