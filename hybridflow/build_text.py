@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from hybridflow.algorithms import ALGORITHMS
 from hybridflow.config import FreshModel, ModelConfig, RunConfig, TrainedConfig
 from hybridflow.controller.actor import InPlaceActor
 from hybridflow.controller.local_runtime import LocalRuntime
@@ -40,73 +39,6 @@ from hybridflow.workers.text_sampler import TextSampler
 
 __all__ = ["DecoderSource", "TextParts", "decoder_source"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class DecoderSource:
-    """Where a decoder's weights come from: a folder, or a seed."""
-
-    spec: DecoderSpec
-    folder: Path | None
-    dtype: torch.dtype
-    device: torch.device
-    seed: int
-    activation_checkpointing: bool = False
-
-    def build(self) -> Decoder:
-        if self.folder is not None:
-            decoder = load_decoder(self.folder, self.dtype)
-        else:
-            decoder = empty_decoder(self.spec, torch.float32)
-            init_weights(decoder, torch_generator(self.seed, "init"))
-        decoder = decoder.to(self.device, self.dtype)
-        decoder.activation_checkpointing = self.activation_checkpointing
-        return decoder
-
-
-def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> DecoderSource:
-    """The decoder that a section describes; ``vocab_size`` is that of the tokenizer, for a fresh model."""
-    folder = None if model.model is None else resolve(model.model)
-    if folder is not None:
-        spec = read_spec(folder)
-    else:
-        assert model.fresh is not None, "validated"
-        spec = fresh_spec(model.fresh, vocab_size)
-    recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
-    return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
-
-
-def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
-    """Sizes of a fresh decoder."""
-    return DecoderSpec(
-        family=fresh.family,
-        vocab_size=vocab_size,
-        hidden_size=fresh.hidden_size,
-        intermediate_size=fresh.intermediate_size or fresh.hidden_size * 8 // 3,
-        num_layers=fresh.num_layers,
-        num_heads=fresh.num_heads,
-        num_kv_heads=fresh.num_kv_heads or fresh.num_heads,
-        head_dim=fresh.hidden_size // fresh.num_heads,
-        max_positions=2048,
-        rope_theta=fresh.rope_theta,
-        qkv_bias=fresh.family == "qwen2",
-        qk_norm=fresh.family == "qwen3",
-    )
-
-
-def reward_folder(key: str, model: str, tokenizer: Tokenizer) -> Path:
-    """The folder of a reward model that reads the actor's tokens. ModelError, without loading it, if it can't."""
-    folder = resolve(model)
-    if not is_reward_model(folder):
-        hint = 'train one with algorithm = "reward_model"'
-        raise ModelError(f"{key}: {folder} holds a language model, expected one for sequence classification; {hint}")
-    if not Tokenizer.load(folder).same(tokenizer):
-        hint = "it reads the actor's tokens, so train it from the same model"
-        raise ModelError(f"{key}: the tokenizer of {folder} is not the actor's; {hint}")
-    return folder
-
-
 class TextParts:
     """Makes the roles of a language model, cheap ones first: data, tokenizer and rewards before any weights."""
 
@@ -114,7 +46,7 @@ class TextParts:
         self.config, self.runtime = config, runtime
         self.demonstrates = config.algorithm == "sft"
         self.task = load_data(data, config.seed, self.demonstrates)
-        self.tokenizer = self._tokenizer()
+        self.tokenizer = actor_tokenizer(config.actor, self.task.alphabet)
         self.prompts = data.source(self.task.train, self.tokenizer, config.seed)
         self.held_out = data.source(self.task.evaluation, self.tokenizer, config.seed) if self.task.evaluation else None
         self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
@@ -154,13 +86,15 @@ class TextParts:
             "critic": self.critic,
             "scorers": self.scorers,
             "cost": self.cost,
+            "baseline": self.baseline,
+            "greedy": lambda: self.sampling_params(0.0),
             "max_new_tokens": lambda: self.config.generation.max_new_tokens,
         }
 
     @cached_property
     def actor(self) -> InPlaceActor:
         config, params = self.config, self.sampling_params(self.config.generation.temperature)
-        networks = Networks(partial(_policy, self.decoder, params.temperature), "policy", ("tokens",))
+        networks = Networks(partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",))
         learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
         args = {
             "tokenizer": self.tokenizer,
@@ -172,7 +106,7 @@ class TextParts:
         return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
 
     def critic(self) -> Any:
-        networks = Networks(partial(_critic, self._source_like_actor(self.config.critic)), "value", ("tokens",))
+        networks = Networks(partial(critic_networks, self._like_actor(self.config.critic)), "value", ("tokens",))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )
@@ -181,8 +115,8 @@ class TextParts:
         """The reward, and the reference if the method needs it."""
         scorers: list[Scorer] = [self.reward]
         if self.config.needs_reference:
-            source = self._source_like_actor(self.config.reference)
-            networks = Networks(partial(_policy, source, self.config.generation.temperature), "policy", ("tokens",))
+            source = self._like_actor(self.config.reference)
+            networks = Networks(partial(policy_networks, source, self.config.generation.temperature), "policy", ("tokens",))
             args = {"networks": networks, "token_budget": self.config.train.token_budget}
             scorers.append(self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"})))
         return scorers
@@ -193,14 +127,21 @@ class TextParts:
 
     def cost(self) -> Any:
         """A second scorer, whose scores are ``costs``."""
-        return self._judge("cost", self.config.cost, self.config.cost.specs(), second=True)
+        return self._judge("cost", self.config.cost, self.config.cost.specs(), "costs", second=True)
 
-    def _judge(self, name: str, section: ScorerConfig, specs: tuple[RewardSpec, ...], second: bool = False) -> Any:
-        """A scorer by functions or by a reward model; a ``second`` one writes ``costs``."""
-        args, rename = {"second": second}, {"scores": "costs"} if second else {}
+    def baseline(self) -> Any:
+        """The reward once more, whose scores are ``greedy_scores``."""
+        return self._judge("baseline", self.config.reward, self._reward_specs(), "greedy_scores")
+
+    def _judge(
+        self, name: str, section: ScorerConfig, specs: tuple[RewardSpec, ...], writes: str = "scores", second: bool = False
+    ) -> Any:
+        """A scorer by functions or by a reward model, whose scores are called ``writes``; a ``second`` one is the next
+        to judge the same rows."""
+        args, rename = {"second": second}, {"scores": writes}
         if section.model is not None:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
-            build = partial(_reward, folder, self.decoder.dtype, self.decoder.device)
+            build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
             networks = Networks(build, "reward", ("tokens",))
             of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
             return self.runtime.role(Role(name, RewardModelScorer, {**args, **of_model}, rename))
@@ -225,12 +166,7 @@ class TextParts:
 
     def export(self, folder: Path) -> None:
         """Write the actor as a Hugging Face folder with its tokenizer."""
-        if self.decoder.folder is not None:
-            self.actor.learner.export(partial(_export, folder=folder, copy_from=self.decoder.folder))
-            return
-        with tempfile.TemporaryDirectory() as scratch:
-            self.tokenizer.save(Path(scratch))
-            self.actor.learner.export(partial(_export, folder=folder, copy_from=Path(scratch)))
+        export_model(self.actor.learner, self.decoder, self.tokenizer, folder)
 
     def _evaluate(self) -> Evaluation:
         """Mean score on held-out prompts; of scores that are all 0 or 1, accuracy with Wilson's interval."""
@@ -249,25 +185,8 @@ class TextParts:
         own = (RewardSpec(self.task.reward),) if self.task.reward else ()
         return self.config.reward.specs() or own
 
-    def _tokenizer(self) -> Tokenizer:
-        if self.config.actor.model is not None:
-            return Tokenizer.load(resolve(self.config.actor.model))
-        if self.task.alphabet is None:
-            raise DataError("[actor.fresh] needs a task with an alphabet (addition, reverse, sort); or set actor.model")
-        return Tokenizer.characters(self.task.alphabet)
-
-    def _source_like_actor(self, model: ModelConfig) -> DecoderSource:
-        """The section's own model, or the actor's first weights."""
-        if model.model is None and model.fresh is None:
-            own = {"model": self.config.actor.model, "fresh": self.config.actor.fresh}
-            model = model.model_copy(update=own)
-        source = decoder_source(model, self.config, self.tokenizer.vocab_size)
-        if source.spec.vocab_size != self.decoder.spec.vocab_size:
-            raise ModelError(
-                f"{model.model}: has {source.spec.vocab_size} tokens, but the actor {self.decoder.spec.vocab_size}; "
-                "critic and reference read the actor's tokens, so they need the same tokenizer"
-            )
-        return source
+    def _like_actor(self, model: ModelConfig) -> DecoderSource:
+        return source_like_actor(model, self.config, self.decoder, self.tokenizer.vocab_size)
 
     def _check_lengths(self) -> None:
         """A prompt and its longest response must fit the model and the cache, before it loads."""
@@ -283,22 +202,3 @@ class TextParts:
             problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
             if problem:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")
-
-
-def _policy(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:
-    return {"policy": TextPolicy(source.build(), temperature)}
-
-
-def _critic(source: DecoderSource) -> dict[str, nn.Module]:
-    return {"value": TextCritic(source.build())}
-
-
-def _reward(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    decoder, score = load_reward(folder, dtype)
-    if score is None:
-        raise ModelError(f"{folder}: no score.weight in it; copy the weights of the reward model again")
-    return {"reward": TextReward(decoder, score).to(device)}
-
-
-def _export(policy: TextPolicy, folder: Path, copy_from: Path) -> None:
-    save_decoder(policy.decoder, folder, copy_from=copy_from)

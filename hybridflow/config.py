@@ -15,6 +15,8 @@ from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
 from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, PolicyGradient, ShapingConfig, conflicts
 from hybridflow.algorithms.ppo import PPOConfig
+from hybridflow.algorithms.reinforce_pp import ReinforcePPConfig
+from hybridflow.algorithms.remax import ReMaxConfig
 from hybridflow.algorithms.rloo import RLOOConfig
 from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
@@ -149,7 +151,7 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """The whole configuration of a run."""
 
-    algorithm: Literal["sft", "grpo", "rloo", "ppo", "dqn"]
+    algorithm: Literal["sft", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "dqn"]
     """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
     """all randomness derives from it"""
@@ -162,6 +164,8 @@ class RunConfig(Config):
     sft: SFTConfig = SFTConfig()
     grpo: GRPOConfig = GRPOConfig()
     rloo: RLOOConfig = RLOOConfig()
+    reinforce_pp: ReinforcePPConfig = ReinforcePPConfig()
+    remax: ReMaxConfig = ReMaxConfig()
     ppo: PPOConfig = PPOConfig()
     dqn: DQNConfig = DQNConfig()
     loss: LossConfig = LossConfig()

@@ -55,7 +55,7 @@ class Trainer:
             batch = self.schedule.step(self.step + 1, self.algorithm, self.source, self.buffer)
             metrics, spans = self.runtime.drain()
             self.step += 1
-            means = {**metrics.means(), "time/step_s": time.perf_counter() - start, "policy_version": self.schedule.version}
+            means = {**metrics.values(), "time/step_s": time.perf_counter() - start, "policy_version": self.schedule.version}
             self.algorithm.observe(means)
             for hook in self.hooks:
                 hook(Step(self.step, means, spans, batch))

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
+from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
+from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.config import Config
@@ -28,6 +30,10 @@ ALGORITHMS: dict[str, Method] = {
         GRPO, GRPOConfig, ("data",), "group-relative policy optimisation; Dr. GRPO, DAPO, GSPO and CISPO by switches"
     ),
     "rloo": Method(RLOO, RLOOConfig, ("data",), "REINFORCE with the other responses' mean score as baseline"),
+    "reinforce_pp": Method(
+        ReinforcePP, ReinforcePPConfig, ("data",), "REINFORCE++: returns to go, whitened; or with the group's baseline"
+    ),
+    "remax": Method(ReMax, ReMaxConfig, ("data",), "REINFORCE with the greedy response's score as baseline"),
     "ppo": Method(
         PPO, PPOConfig, ("data", "environment"), "proximal policy optimisation with a critic, for tokens and environments"
     ),

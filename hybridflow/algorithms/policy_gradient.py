@@ -125,9 +125,10 @@ class Objective:
         """Scores with penalties, normalised, and with the KL of the whole response if it belongs to the reward."""
         return (*self._scores(), *self._in_reward(kl_into_scores.bind))
 
-    def token_rewards(self) -> tuple[Fn, ...]:
-        """Scores with penalties, normalised, as reward of the last token, and the KL of each token if it belongs there."""
-        return (*self._scores(), score_rewards.bind(), *self._in_reward(kl_penalty.bind))
+    def token_rewards(self, *baseline: Fn) -> tuple[Fn, ...]:
+        """Scores with penalties, normalised, then what ``baseline`` makes of them, as reward of the last token, and the KL
+        of each token if it belongs there."""
+        return (*self._scores(), *baseline, score_rewards.bind(), *self._in_reward(kl_penalty.bind))
 
     def _scores(self) -> Iterator[Fn]:
         shaping = self.shaping

@@ -15,6 +15,7 @@ class InPlaceActor:
         self.learner, self.sampler = runtime.role(learner), runtime.role(sampler)
         runtime.share(learner.name, sampler.name)
         self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend
+        self.compute_log_probs = self.learner.compute_log_probs
 
     def describe(self) -> str:
         """How large the policy is."""

@@ -1,4 +1,4 @@
-"""Metrics as (sum, weight), so that means over any split of the data are the mean over the whole."""
+"""Metrics that don't depend on how the data was split: means as (sum, weight), counts, and maxima."""
 
 from __future__ import annotations
 
@@ -18,24 +18,40 @@ class Span:
 
 
 class Metrics:
-    """Sums and weights by name."""
+    """Sums and weights, counts and maxima by name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
+        self._counts: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
 
     def add(self, name: str, total: float, weight: float = 1.0) -> None:
-        """Add ``total``, the sum over ``weight`` entries."""
+        """For a mean: ``total`` is the sum over ``weight`` entries."""
         old_total, old_weight = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (old_total + float(total), old_weight + float(weight))
+
+    def count(self, name: str, number: float) -> None:
+        """For a sum over all that happened."""
+        self._counts[name] = self._counts.get(name, 0.0) + float(number)
+
+    def maximum(self, name: str, value: float) -> None:
+        """For the largest value."""
+        self._maxima[name] = max(self._maxima.get(name, float(value)), float(value))
 
     def merge(self, other: Metrics, prefix: str = "") -> None:
         """Add all of ``other``, every name behind ``prefix``."""
         for name, (total, weight) in other._sums.items():
             self.add(prefix + name, total, weight)
+        for name, number in other._counts.items():
+            self.count(prefix + name, number)
+        for name, value in other._maxima.items():
+            self.maximum(prefix + name, value)
 
-    def means(self) -> dict[str, float]:
-        """Mean of every name that has weight."""
-        return {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0}
+    def values(self) -> dict[str, float]:
+        """The mean of every name that has weight, the counts and the maxima."""
+        means = {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0}
+        return {**means, **self._counts, **self._maxima}
 
     def clear(self) -> None:
-        self._sums.clear()
+        for entries in (self._sums, self._counts, self._maxima):
+            entries.clear()

@@ -43,6 +43,7 @@ __all__ = [
     "control",
     "is_control",
     "remote",
+    "renamed",
     "update",
     "verb_of",
 ]
@@ -241,10 +242,31 @@ def chain(*functions: Fn, keep: Names | None = None) -> Fn:
     return Fn(_chain, {"functions": functions, "keep": result}, tuple(dict.fromkeys(reads)), result)
 
 
+@columns((), per=lambda params: params["functions"][0].per)
+def _renamed(*args: Any, functions: tuple[Fn], names: Mapping[str, str]) -> Any:
+    (fn,) = functions
+    *outputs, given = args
+    known = {name: given[names.get(name, name)] for name in fn.reads}
+    if isinstance(given, Batch):
+        return {names.get(name, name): column for name, column in fn(Batch(known, len(given))).items()}
+    result: Loss = fn(*outputs, {**given, **known})
+    return result._replace(columns={names.get(name, name): column for name, column in result.columns.items()})
+
+
+def renamed(fn: Fn, names: Mapping[str, str]) -> Fn:
+    """``fn`` on other columns: wherever it reads or writes ``name``, it now reads or writes ``names[name]``.
+
+    The same estimator and loss then serve a second stream: ``renamed(gae.bind(...), {"values": "cost_values", ...})``.
+    """
+    reads, writes = (tuple(names.get(name, name) for name in part) for part in (fn.reads, fn.writes))
+    return Fn(_renamed, {"functions": (fn,), "names": names}, reads, writes)
+
+
 class Actor(Protocol):
-    """The trained policy: samples and learns."""
+    """The trained policy: samples and learns. ``compute_log_probs`` writes ``learner_log_probs``."""
 
     def rollout(self, batch: Batch, /) -> Batch: ...
+    def compute_log_probs(self, batch: Batch, /) -> Batch: ...
     def update(self, batch: Batch, loss: Fn, /) -> Batch: ...
 
 

@@ -21,7 +21,9 @@ __all__ = [
     "discounted_returns",
     "gae",
     "greedy_baseline",
+    "group_baseline",
     "group_centred",
+    "group_counts",
     "kl_into_scores",
     "kl_penalty",
     "leave_one_out",
@@ -222,6 +224,24 @@ class _Groups:
         """[B] sum of ``values`` [B] over the group of each row."""
         return np.bincount(self.index, values).astype(np.float64)[self.index]
 
+    def centred(self) -> Floats:
+        """[B] scores minus the mean of their group; 0 where a row has no action step."""
+        return np.where(self.valid, self.scores - self.sum(self.scores) / self.sizes.clip(1), 0.0)
+
+
+def group_counts(batch: Batch) -> dict[str, int]:
+    """How many groups have a row with action steps; of these, how many have only one, and how many several with equal
+    scores: neither has a score to compare with. Reads ``scores``, ``group_id``, ``response_mask``."""
+    groups = _Groups(batch, _Steps(batch))
+    first = np.unique(groups.index[groups.valid], return_index=True)[1]
+    sizes = groups.sizes[groups.valid][first]
+    spread = groups.sum((groups.centred() != 0).astype(np.float64))[groups.valid][first]
+    return {
+        "groups": len(first),
+        "groups_of_one": int((sizes == 1).sum()),
+        "groups_with_equal_scores": int(((sizes > 1) & (spread == 0)).sum()),
+    }
+
 
 @columns(reads=("scores", "group_id", "response_mask"), writes=("advantages",), min_group=2)
 def group_centred(batch: Batch, scale: Literal["std", "none"]) -> dict[str, Ragged]:
@@ -233,10 +253,17 @@ def group_centred(batch: Batch, scale: Literal["std", "none"]) -> dict[str, Ragg
     """
     steps = _Steps(batch)
     groups = _Groups(batch, steps)
-    centred = np.where(groups.valid, groups.scores - groups.sum(groups.scores) / groups.sizes.clip(1), 0.0)
+    centred = groups.centred()
     if scale == "std":
         centred = centred / (np.sqrt(groups.sum(centred**2) / (groups.sizes - 1).clip(1)) + 1e-6)
     return {"advantages": steps.row_column(centred)}
+
+
+@columns(reads=("scores", "group_id", "response_mask"), writes=("scores",), min_group=2)
+def group_baseline(batch: Batch) -> dict[str, Array]:
+    """Score minus the mean score of its group, as a score: for methods that go on with rewards of tokens."""
+    groups = _Groups(batch, _Steps(batch))
+    return {"scores": groups.centred().astype(np.float32)}
 
 
 @columns(reads=("scores", "group_id", "response_mask"), writes=("advantages",), min_group=2)

@@ -113,7 +113,7 @@ class EnvSampler:
             steps.cut(index, int(num_steps[index]), slot)
         pieces = steps.pieces(num_steps, self.source.version)
         self._check_rewards(pieces)
-        self.context.metrics.add("steps", int(num_steps.sum()))
+        self.context.metrics.count("steps", int(num_steps.sum()))
         return pieces
 
     def _slot(self, index: int) -> Slot:

@@ -2,6 +2,7 @@
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Fn, WorkerContext, remote
+from hybridflow.ops.advantages import group_counts
 
 __all__ = ["EstimatorWorker"]
 
@@ -14,5 +15,8 @@ class EstimatorWorker:
 
     @remote(kind="compute")
     def compute(self, batch: Batch, fn: Fn, /) -> Batch:
-        """The columns that ``fn`` writes."""
+        """The columns that ``fn`` writes. If it compares the rows of groups, metrics tell in how many it can't."""
+        if fn.min_group > 1:
+            for name, count in group_counts(batch).items():
+                self.context.metrics.count(name, count)
         return Batch(fn(batch), len(batch))

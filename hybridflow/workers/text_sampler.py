@@ -67,7 +67,7 @@ class TextSampler:
         self.engine.version = self.source.version
         preempted = self.engine.num_preempted
         done = self.engine.generate(requests, params or self.params)
-        self._observe(done, self.engine.num_preempted - preempted)
+        self._observe(done, self.engine.num_preempted - preempted, params is None)
         return Batch(
             {
                 "tokens": Ragged.from_rows(
@@ -83,11 +83,12 @@ class TextSampler:
             len(done),
         )
 
-    def _observe(self, completions: list[Completion], preempted: int) -> None:
+    def _observe(self, completions: list[Completion], preempted: int, learned_from: bool) -> None:
         add, count = self.context.metrics.add, len(completions)
-        add("response_length", sum(len(c.tokens) for c in completions), count)
-        add("truncated", sum(c.finish == "length" for c in completions), count)
-        add("tokens", sum(len(c.tokens) for c in completions))
+        if learned_from:
+            add("response_length", sum(len(c.tokens) for c in completions), count)
+            add("truncated", sum(c.finish == "length" for c in completions), count)
+        self.context.metrics.count("tokens", sum(len(c.tokens) for c in completions))
         if self.kv_cache_gb is not None:
             add("preempted", preempted)
 

@@ -99,9 +99,9 @@ def test_drain_gives_metrics_and_spans_once() -> None:
     worker = runtime.role(Role("twice", Doubler))
     worker.double(batch())
     metrics, spans = runtime.drain()
-    assert metrics.means() == {"twice/mean": 1.5}
+    assert metrics.values() == {"twice/mean": 1.5}
     assert [(span.name, span.kind) for span in spans] == [("twice.double", "reward")]
-    assert runtime.drain().metrics.means() == {}
+    assert runtime.drain().metrics.values() == {}
 
 
 def test_state_of_workers_by_role() -> None:

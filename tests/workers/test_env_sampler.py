@@ -112,7 +112,7 @@ def test_episode_metrics():
     config = line(num_envs=2, steps=7, length=3)
     sampler = sampler_for(config)
     sampler.rollout(rollout_source(config))
-    assert sampler.context.metrics.means() == {"episode_return": 6.0, "episode_length": 3.0, "steps": 14.0}
+    assert sampler.context.metrics.values() == {"episode_return": 6.0, "episode_length": 3.0, "steps": 14.0}
 
 
 @pytest.mark.parametrize("exploration", [None, ExplorationConfig(epsilon_decay_steps=100)])
@@ -173,7 +173,7 @@ def test_exploration_decays_over_the_steps_of_all_environments():
     exploration = ExplorationConfig(epsilon_start=1.0, epsilon_end=0.0, epsilon_decay_steps=200)
     sampler = sampler_for(config, exploration=exploration)
     first = sampler.rollout(rollout_source(config))
-    assert sampler.context.metrics.means()["epsilon"] == pytest.approx(1 - 24.5 / 50)
+    assert sampler.context.metrics.values()["epsilon"] == pytest.approx(1 - 24.5 / 50)
     second = sampler.rollout(rollout_source(config))
     with torch.no_grad():
         q = sampler.source.networks["q"]
@@ -196,7 +196,7 @@ def test_resume_is_exact(exploration):
     resumed.context.metrics.clear()
     for _ in range(3):
         assert_same(sampler.rollout(source), resumed.rollout(source))
-    assert sampler.context.metrics.means() == resumed.context.metrics.means()
+    assert sampler.context.metrics.values() == resumed.context.metrics.values()
 
 
 def test_evaluate_plays_whole_episodes_and_disturbs_nothing():

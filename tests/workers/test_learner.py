@@ -134,7 +134,7 @@ def test_first_update_has_ratio_one() -> None:
     log_probs = np.zeros(len(mask.values), np.float32)
     log_probs[mask.values] = own
     one.update(data.with_columns(log_probs=mask.like(log_probs)), ppo_clip.bind(clip=0.2))
-    means = one.context.metrics.means()
+    means = one.context.metrics.values()
     assert means["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert means["clipped"] == 0.0
 
@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step() -> None:
 def test_a_batch_without_action_steps_is_counted_as_skipped() -> None:
     one = learner()
     one.update(without_actions(batch()), LOSSES[0])
-    assert one.context.metrics.means() == {"updates_skipped": 1.0}
+    assert one.context.metrics.values() == {"updates_skipped": 1.0}
     assert one.optimizer.steps == 0
 
 

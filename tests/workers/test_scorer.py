@@ -44,7 +44,7 @@ def test_a_failed_row_takes_the_action_steps_of_its_whole_group(scorer: RewardSc
     assert out["score_failed"].tolist() == [False, True, False, False]
     assert [row.any() for row in out.ragged("response_mask")] == [False, False, True, True]
     assert out["scores"][[0, 2, 3]].tolist() == [3.0, 2.0, 1.0]
-    means = scorer.context.metrics.means()
+    means = scorer.context.metrics.values()
     assert means["failed"] == 1 and means["mean"] == 2.0
 
 
@@ -66,4 +66,4 @@ def test_a_frozen_model_gives_its_own_log_probs_and_the_kl_against_them() -> Non
         expected = TextPolicy(decoder()).outputs(data)["log_probs"].numpy()
     np.testing.assert_allclose(out.values[mask], expected, atol=1e-5)
     difference = out.values[mask] - data.ragged("log_probs").values[mask]
-    assert scorer.context.metrics.means()["kl"] == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-4)
+    assert scorer.context.metrics.values()["kl"] == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-4)

@@ -1,0 +1,59 @@
+"""REINFORCE++ (Hu et al. 2025): REINFORCE with PPO's tricks and without a critic, and its variant with a group baseline."""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
+from hybridflow.core.batch import Batch
+from hybridflow.core.config import Config
+from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain
+from hybridflow.ops.advantages import discounted_returns, group_baseline, whiten
+
+__all__ = ["ReinforcePP", "ReinforcePPConfig"]
+
+
+class ReinforcePPConfig(Config):
+    """Keys of ``[reinforce_pp]``."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount per token"""
+    group_baseline: bool = False
+    """take the mean score of the group off first (REINFORCE++-baseline)"""
+
+
+class ReinforcePP(PolicyGradient):
+    """Roles: actor, estimator, scorers (reward, and the reference when there is a KL)."""
+
+    def __init__(
+        self,
+        config: ReinforcePPConfig,
+        objective: Objective,
+        actor: Actor,
+        estimator: Estimator,
+        scorers: Sequence[Scorer],
+    ) -> None:
+        self.config, self.objective = config, objective
+        self.actor, self.estimator, self.scorers = actor, estimator, scorers
+
+    @classmethod
+    def smallest_group(cls, config: ReinforcePPConfig) -> int:
+        return group_baseline.min_group if config.group_baseline else 1
+
+    def rollout(self, source: Batch) -> Batch:
+        batch = self.actor.rollout(source)
+        for scorer in self.scorers:
+            batch = scorer.score(batch)
+        return batch
+
+    def learn(self, batch: Batch) -> Batch:
+        batch = self.estimator.compute(batch, self.advantages())
+        self.actor.update(batch, self.objective.policy_loss())
+        return batch
+
+    def advantages(self) -> Fn:
+        """A_t = sum over s >= t of r_s, r with the KL of each token, whitened over the batch (eq. 3 to 5)."""
+        baseline = [group_baseline.bind()] if self.config.group_baseline else []
+        returns = discounted_returns.bind(gamma=self.config.gamma)
+        rewards = self.objective.token_rewards(*baseline)
+        return chain(*rewards, returns, whiten.bind(), keep=("rewards", "advantages"))
