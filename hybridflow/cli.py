@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_running(command)
     _add_talking(command)
+    _add_serving(command)
     _add_showing(command)
     _add_bench(command)
     return parser
@@ -122,6 +123,21 @@ def _add_talking(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub.add_argument("--max-new-tokens", type=int, default=128)
         sub.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
         sub.add_argument("--seed", type=int, default=1)
+
+
+def _add_serving(command: Callable[..., argparse.ArgumentParser]) -> None:
+    serve = command(
+        "serve-rewards", _serve_rewards, "serve reward functions over HTTP, for reward.functions to name by URL"
+    )
+    serve.add_argument(
+        "functions", nargs="+", metavar="FUNCTION", help='"package.module:function" or "path/file.py:function"'
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; there is no authentication"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
+    serve.add_argument("--timeout-s", type=float, default=10.0, help="a call that takes longer is killed; default: 10")
+    serve.add_argument("--workers", type=int, help="processes; default: as many as there are processors, at most 4")
 
 
 def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -200,6 +216,12 @@ def _chat(options: Any) -> None:
     from hybridflow.commands.talk import Speaker, chat
 
     chat(Speaker.load(options.model, options.max_new_tokens, options.temperature, options.seed), options.system)
+
+
+def _serve_rewards(options: Any) -> None:
+    from hybridflow.commands.serve import serve_rewards
+
+    serve_rewards(options.functions, options.host, options.port, options.timeout_s, options.workers)
 
 
 def _bench(options: Any) -> None:

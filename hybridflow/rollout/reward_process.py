@@ -2,7 +2,11 @@
 
 Standard library only, so that it starts in a fraction of a second. The parent writes pickles to its standard input: first
 the specs of the functions, then chunks of calls. The child answers with lines of JSON: what the functions' signatures ask
-for, then one line a call. See ``rollout.rewards`` for the parent's side.
+for, then one line a call. See ``rollout.reward_workers`` for the parent's side.
+
+A spec can set parameters: in ``package.module:words_over?limit=50`` the function is called with ``limit=50`` on every row.
+Several are joined by ``&``; ``%26`` is a ``&`` and ``%25`` a ``%`` within a value. Values are read as what the parameter is
+annotated with, or what its default is: bool, int, float or str.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
-__all__ = ["LoadError", "Signature", "checked", "load", "main", "signature"]
+__all__ = ["LoadError", "Signature", "checked", "load", "main", "needs", "short", "signature"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_SCORE = 3.4e38  # scores are stored as float32
 _NUMBER = (int, float)  # bool is an int
@@ -50,8 +57,7 @@ def main() -> None:
     calls, reports = _take_pipes()
     specs = pickle.load(calls)
     try:
-        functions = [load(spec) for spec in specs]
-        signatures = [signature(function, spec) for function, spec in zip(functions, specs, strict=True)]
+        functions, signatures = zip(*map(load, specs), strict=True)
     except LoadError as error:
         _report(reports, {"error": str(error)})
         return
@@ -65,9 +71,39 @@ def main() -> None:
             _report(reports, _call(functions[function], arguments))
 
 
-def load(spec: str) -> Callable[..., Any]:
-    """The function behind ``package.module:function`` or ``path/file.py:function``. LoadError says what is not there."""
-    place, _, name = spec.rpartition(":")
+def needs(load: Callable[[], object]) -> Callable[[F], F]:
+    """Mark a reward function that has something to load first, such as a model.
+
+    ``load`` is called when the function is loaded: no row's call waits for it, and what is missing is told, as a LoadError,
+    before a run starts. It should keep what it has loaded (``functools.cache``).
+    """
+
+    def mark(function: F) -> F:
+        _NEEDS[function] = load
+        return function
+
+    return mark
+
+
+def load(spec: str) -> tuple[Callable[..., Any], Signature]:
+    """The function behind ``package.module:function`` or ``path/file.py:function``, ready to call, and what it takes.
+
+    LoadError says what is not there.
+    """
+    path, _, query = spec.partition("?")
+    function = _find(path, spec)
+    taken = signature(function, spec)
+    if isinstance(function, FunctionType) and function in _NEEDS:
+        _prepare(_NEEDS[function], spec)
+    if not query:
+        return function, taken
+    fixed = _fixed(function, query, spec)
+    required, optional = ([name for name in names if name not in fixed] for names in (taken.required, taken.optional))
+    return lambda **given: function(**(given | fixed)), Signature(required, optional, taken.open)
+
+
+def _find(path: str, spec: str) -> Callable[..., Any]:
+    place, _, name = path.rpartition(":")
     if not place or not name:
         raise LoadError(f'reward {spec!r}: expected "package.module:function" or "path/file.py:function"')
     module = _load_file(Path(place), spec) if place.endswith(".py") else _load_module(place, spec)
@@ -97,6 +133,60 @@ def signature(function: Callable[..., Any], spec: str) -> Signature:
     return Signature(required, optional, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
+def _prepare(first: Callable[[], object], spec: str) -> None:
+    try:
+        first()
+    except LoadError as error:
+        raise LoadError(f"reward {spec!r}: {error}") from None
+    except Exception as error:
+        raise LoadError(f"reward {spec!r}: loading what it needs failed: {type(error).__name__}: {error}") from None
+
+
+def _fixed(function: Callable[..., Any], query: str, spec: str) -> dict[str, Any]:
+    """The parameters that a spec sets."""
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in keyword}
+    fixed: dict[str, Any] = {}
+    for part in query.split("&"):
+        name, equals, text = part.partition("=")
+        if not equals or name in fixed:
+            raise LoadError(f"reward {spec!r}: {part!r} after '?' should be parameter=value, once for each parameter")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise LoadError(f"reward {spec!r}: the function has no parameter {name!r}; {hint}")
+        fixed[name] = _read(known[name], unquote(text), spec)
+    return fixed
+
+
+def _read(parameter: inspect.Parameter, text: str, spec: str) -> bool | int | float | str:
+    kind = _kind(parameter)
+    if kind not in _READERS:
+        raise LoadError(f"reward {spec!r}: parameter {parameter.name!r} is a {kind}; only {', '.join(_READERS)} can be set")
+    try:
+        return _READERS[kind](text)
+    except ValueError:
+        raise LoadError(f"reward {spec!r}: {parameter.name} = {text!r}: expected {kind}") from None
+
+
+def _kind(parameter: inspect.Parameter) -> str:
+    """What the parameter is annotated with, or else the type of its default; str if it has neither."""
+    note, default = parameter.annotation, parameter.default
+    if note is parameter.empty:
+        return "str" if default is parameter.empty or default is None else type(default).__name__
+    return (note if isinstance(note, str) else inspect.formatannotation(note)).removesuffix(" | None")
+
+
+def _bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+_READERS: dict[str, Callable[[str], bool | int | float | str]] = {"bool": _bool, "int": int, "float": float, "str": str}
+_NEEDS: dict[Callable[..., Any], Callable[[], object]] = {}  # what a function needs loaded first
+
+
 def checked(value: Any) -> tuple[float, dict[str, float]] | str:
     """(score, metrics) of what a function returned, or the reason why it is no score."""
     others: dict[Any, Any] = {}
@@ -107,21 +197,20 @@ def checked(value: Any) -> tuple[float, dict[str, float]] | str:
         value = value["score"]
     score = _plain(value)
     if not isinstance(score, _NUMBER):
-        return f"returned {_short(repr(value))} ({type(value).__name__}), expected a finite number or a dict with 'score'"
+        return f"returned {short(repr(value))} ({type(value).__name__}), expected a finite number or a dict with 'score'"
     if not abs(score) <= _MAX_SCORE:
-        return f"returned {_short(repr(score))}, expected a finite number"
+        return f"returned {short(repr(score))}, expected a finite number"
     # A metric that is NaN or infinite says "doesn't apply here".
     metrics = {str(k): float(v) for k, v in others.items() if isinstance(v, _NUMBER) and abs(v) <= _MAX_SCORE}
     return float(score), metrics
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Sequence[Any]:
-    """[score, metrics] or [reason]."""
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[float, dict[str, float]] | str:
+    """(score, metrics) or a reason."""
     try:
-        result = checked(function(**arguments))
+        return checked(function(**arguments))
     except (Exception, SystemExit) as error:  # whatever the user's code raises is this call's failure, not ours
-        return (f"raised {type(error).__name__}: {_short(str(error), 300)}",)
-    return (result,) if isinstance(result, str) else result
+        return f"raised {type(error).__name__}: {short(str(error), 300)}"
 
 
 def _plain(value: Any) -> Any:
@@ -182,5 +271,6 @@ def _follow_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _short(text: str, limit: int = 80) -> str:
+def short(text: str, limit: int = 80) -> str:
+    """In one line, cut to ``limit`` characters."""
     return " ".join(text.split()) if len(text) <= limit else " ".join(text[: limit - 3].split()) + "..."
