@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from hybridflow.config import FreshModel, ModelConfig, RunConfig, TrainedConfig
+from hybridflow.build_model import (
+    DecoderSource,
+    actor_tokenizer,
+    critic_networks,
+    decoder_source,
+    export_model,
+    policy_networks,
+    reward_folder,
+    reward_networks,
+    source_like_actor,
+)
+from hybridflow.config import ModelConfig, RunConfig
 from hybridflow.controller.actor import InPlaceActor
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import DataError, ModelError, RewardError
+from hybridflow.core.errors import DataError, RewardError
 from hybridflow.core.roles import Role, Scorer
-from hybridflow.core.seeding import torch_generator
 from hybridflow.data.prompts import DataConfig
 from hybridflow.data.tasks import load_data
-from hybridflow.data.text import Tokenizer
 from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import SamplingParams
 from hybridflow.hooks import Evaluation
-from hybridflow.models.decoder import Decoder, init_weights
-from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
-from hybridflow.models.sources import resolve
-from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import empty_decoder, is_reward_model, load_decoder, load_reward, read_spec, save_decoder
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
 from hybridflow.workers.learner import Learner, Networks
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 from hybridflow.workers.text_sampler import TextSampler
 
-__all__ = ["DecoderSource", "TextParts", "decoder_source"]
+__all__ = ["TextParts"]
+
 
 class TextParts:
     """Makes the roles of a language model, cheap ones first: data, tokenizer and rewards before any weights."""

@@ -1,0 +1,165 @@
+"""Where the weights of a run's language models come from, and where they go."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridflow.config import FreshModel, ModelConfig, RunConfig, TrainedConfig
+from hybridflow.core.errors import DataError, ModelError
+from hybridflow.core.seeding import torch_generator
+from hybridflow.data.text import Tokenizer
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, fresh_score
+from hybridflow.models.sources import resolve
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import empty_decoder, is_reward_model, load_decoder, load_reward, read_spec, save_decoder
+
+__all__ = [
+    "DecoderSource",
+    "actor_tokenizer",
+    "critic_networks",
+    "decoder_source",
+    "export_model",
+    "policy_networks",
+    "reward_folder",
+    "reward_networks",
+    "source_like_actor",
+    "trained_reward",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class DecoderSource:
+    """Where a decoder's weights come from: a folder, or a seed."""
+
+    spec: DecoderSpec
+    folder: Path | None
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    activation_checkpointing: bool = False
+
+    def build(self) -> Decoder:
+        if self.folder is not None:
+            decoder = load_decoder(self.folder, self.dtype)
+        else:
+            decoder = empty_decoder(self.spec, torch.float32)
+            init_weights(decoder, torch_generator(self.seed, "init"))
+        decoder = decoder.to(self.device, self.dtype)
+        decoder.activation_checkpointing = self.activation_checkpointing
+        return decoder
+
+
+def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> DecoderSource:
+    """The decoder that a section describes; ``vocab_size`` is that of the tokenizer, for a fresh model."""
+    folder = None if model.model is None else resolve(model.model)
+    if folder is not None:
+        spec = read_spec(folder)
+    else:
+        assert model.fresh is not None, "validated"
+        spec = fresh_spec(model.fresh, vocab_size)
+    recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
+    return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
+
+
+def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
+    """Sizes of a fresh decoder."""
+    return DecoderSpec(
+        family=fresh.family,
+        vocab_size=vocab_size,
+        hidden_size=fresh.hidden_size,
+        intermediate_size=fresh.intermediate_size or fresh.hidden_size * 8 // 3,
+        num_layers=fresh.num_layers,
+        num_heads=fresh.num_heads,
+        num_kv_heads=fresh.num_kv_heads or fresh.num_heads,
+        head_dim=fresh.hidden_size // fresh.num_heads,
+        max_positions=2048,
+        rope_theta=fresh.rope_theta,
+        qkv_bias=fresh.family == "qwen2",
+        qk_norm=fresh.family == "qwen3",
+    )
+
+
+def reward_folder(key: str, model: str, tokenizer: Tokenizer) -> Path:
+    """The folder of a reward model that reads the actor's tokens. ModelError, without loading it, if it can't."""
+    folder = resolve(model)
+    if not is_reward_model(folder):
+        hint = 'train one with algorithm = "reward_model"'
+        raise ModelError(f"{key}: {folder} holds a language model, expected one for sequence classification; {hint}")
+    if not Tokenizer.load(folder).same(tokenizer):
+        hint = "it reads the actor's tokens, so train it from the same model"
+        raise ModelError(f"{key}: the tokenizer of {folder} is not the actor's; {hint}")
+    return folder
+
+
+def actor_tokenizer(actor: ModelConfig, alphabet: str | None) -> Tokenizer:
+    """The tokenizer of the actor's folder; of a fresh actor, one token for each character of ``alphabet``."""
+    if actor.model is not None:
+        return Tokenizer.load(resolve(actor.model))
+    if alphabet is None:
+        raise DataError("[actor.fresh] needs a task with an alphabet (addition, reverse, sort); or set actor.model")
+    return Tokenizer.characters(alphabet)
+
+
+def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSource, vocab_size: int) -> DecoderSource:
+    """The section's own model, or the actor's first weights."""
+    if model.model is None and model.fresh is None:
+        model = model.model_copy(update={"model": config.actor.model, "fresh": config.actor.fresh})
+    source = decoder_source(model, config, vocab_size)
+    if source.spec.vocab_size != actor.spec.vocab_size:
+        raise ModelError(
+            f"{model.model}: has {source.spec.vocab_size} tokens, but the actor {actor.spec.vocab_size}; "
+            "critic and reference read the actor's tokens, so they need the same tokenizer"
+        )
+    return source
+
+
+def policy_networks(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:
+    return {"policy": TextPolicy(source.build(), temperature)}
+
+
+def critic_networks(source: DecoderSource) -> dict[str, nn.Module]:
+    return {"value": TextCritic(source.build())}
+
+
+def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+    decoder, score = load_reward(folder, dtype)
+    if score is None:
+        raise ModelError(f"{folder}: no score.weight in it; copy the weights of the reward model again")
+    return {"reward": TextReward(decoder, score).to(device)}
+
+
+def trained_reward(source: DecoderSource) -> dict[str, nn.Module]:
+    """A reward model that goes on from a reward model, or starts from a language model with a fresh head."""
+    if source.folder is not None:
+        decoder, score = load_reward(source.folder, source.dtype)
+    else:
+        decoder, score = source.build(), None
+    decoder = decoder.to(source.device, source.dtype)
+    decoder.activation_checkpointing = source.activation_checkpointing
+    head = fresh_score(decoder, torch_generator(source.seed, "init", 1)) if score is None else score
+    return {"reward": TextReward(decoder, head)}
+
+
+def export_model(learner: Any, source: DecoderSource, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what ``learner`` has trained as a Hugging Face folder with its tokenizer."""
+    if source.folder is not None:
+        learner.export(partial(_save, folder=folder, copy_from=source.folder, pad_token_id=tokenizer.pad_token_id))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(Path(scratch))
+        learner.export(partial(_save, folder=folder, copy_from=Path(scratch), pad_token_id=tokenizer.pad_token_id))
+
+
+def _save(model: TextPolicy | TextReward, folder: Path, copy_from: Path, pad_token_id: int) -> None:
+    score = model.score if isinstance(model, TextReward) else None
+    save_decoder(model.decoder, folder, copy_from=copy_from, score=score, pad_token_id=pad_token_id)
