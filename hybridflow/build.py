@@ -1,8 +1,8 @@
 """The composition root: a configuration becomes roles, and roles become a trainer.
 
-An algorithm's constructor names the parts that it needs (actor, critic, estimator, scorers, ...); ``TextParts`` and
-``EnvironmentParts`` know how to make each. Cheap things come first, so that a wrong path or reward is told before any
-model loads.
+An algorithm's constructor names the parts that it needs (actor, critic, estimator, scorers, ...); ``TextParts``,
+``PairParts`` and ``EnvironmentParts`` know how to make each. Cheap things come first, so that a wrong path or reward is
+told before any model loads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
+from hybridflow.build_pairs import PairParts
 from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig
 from hybridflow.controller.local_runtime import LocalRuntime
@@ -91,6 +92,8 @@ def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
     if config.environment is not None:
         return EnvironmentParts(config, config.environment, runtime)
     assert config.data is not None, "validated"
+    if ALGORITHMS[config.algorithm].records == "pairs":
+        return PairParts(config, config.data, runtime)
     return TextParts(config, config.data, runtime)
 
 

@@ -11,12 +11,14 @@ import torch
 from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
+from hybridflow.algorithms.dpo import DPOConfig
 from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
 from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, PolicyGradient, ShapingConfig, conflicts
 from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMaxConfig
+from hybridflow.algorithms.reward_model import RewardModelConfig
 from hybridflow.algorithms.rloo import RLOOConfig
 from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
@@ -91,6 +93,8 @@ class TrainedConfig(ModelConfig):
 class GenerationConfig(Config):
     """Keys of ``[generation]``."""
 
+    engine: Literal["hybridflow", "vllm"] = "hybridflow"
+    """what draws responses: our engine on the weights in place, or vLLM (to be installed) in a process of its own"""
     max_new_tokens: int = Field(64, gt=0)
     """tokens of a response at most"""
     temperature: float = Field(1.0, gt=0)
@@ -151,7 +155,7 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """The whole configuration of a run."""
 
-    algorithm: Literal["sft", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "dqn"]
+    algorithm: Literal["sft", "reward_model", "dpo", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "dqn"]
     """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
     """all randomness derives from it"""
@@ -162,6 +166,8 @@ class RunConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where models live; auto: the GPU if there is one"""
     sft: SFTConfig = SFTConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    dpo: DPOConfig = DPOConfig()
     grpo: GRPOConfig = GRPOConfig()
     rloo: RLOOConfig = RLOOConfig()
     reinforce_pp: ReinforcePPConfig = ReinforcePPConfig()
@@ -199,6 +205,8 @@ class RunConfig(Config):
         read |= {"loss"} if "objective" in roles else set()
         if self.environment is not None:
             return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
+        if method.records == "pairs":
+            return read | {"data"} | ({"reference"} if self.needs_reference else set())
         read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
         return read | ({"reference"} if self.needs_reference else set())
 
@@ -253,6 +261,7 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     method = ALGORITHMS[config.algorithm]
     if config.data is not None and config.environment is None:
         yield from _text_conflicts(config)
+        yield from _record_conflicts(config, config.data)
         smallest = method.algorithm.smallest_group(config.method)
         if config.train.group_size < smallest:
             found = f"train.group_size = {config.train.group_size}"
@@ -279,3 +288,16 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 def _text_conflicts(config: RunConfig) -> Iterator[str]:
     if config.actor.model is None and config.actor.fresh is None:
         yield '[actor] needs model = "..." (hybridflow models list) or a section [actor.fresh]'
+
+
+def _record_conflicts(config: RunConfig, data: DataConfig) -> Iterator[str]:
+    """Methods on pairs need pairs, and others can't use them."""
+    on_pairs, given = ALGORITHMS[config.algorithm].records == "pairs", "task" if data.task is not None else "prompts"
+    if on_pairs and data.pairs is None:
+        yield f"{config.algorithm} learns from data.pairs, found data.{given}; hybridflow rank makes pairs from samples"
+    if not on_pairs and data.pairs is not None and "data" in ALGORITHMS[config.algorithm].inputs:
+        yield f"{config.algorithm} needs data.task or data.prompts, found data.pairs, which are for reward_model and dpo"
+    if on_pairs and config.train.group_size > 1:
+        yield f"train.group_size = {config.train.group_size}: {config.algorithm} samples no responses; remove it"
+    if config.algorithm == "dpo" and config.dpo.kind == "kto" and config.train.prompts_per_step < 2:
+        yield 'train.prompts_per_step = 1: dpo.kind = "kto" compares with responses to other prompts, so it needs 2 or more'

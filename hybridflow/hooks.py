@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,17 @@ def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A score on held-out prompts or fresh episodes, with its 95 % confidence interval."""
+    """A score on held-out prompts or fresh episodes, with its 95 % confidence interval, and what else was measured."""
 
     score: float
     low: float
     high: float
     count: int
+    others: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        return {"eval/score": self.score, "eval/low": self.low, "eval/high": self.high, "eval/count": self.count}
+        own = {"score": self.score, "low": self.low, "high": self.high, "count": self.count}
+        return {f"eval/{name}": value for name, value in {**own, **self.others}.items()}
 
 
 @dataclass

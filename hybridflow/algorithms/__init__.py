@@ -1,12 +1,14 @@
 """One method per file; a method reads like its paper and touches no worker, controller or buffer."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from hybridflow.algorithms.dpo import DPO, DPOConfig
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
+from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.config import Config
@@ -16,16 +18,21 @@ __all__ = ["ALGORITHMS", "Method"]
 
 
 class Method(NamedTuple):
-    """An algorithm, its section, what it can be run on ("data": prompts, "environment"), and what it is."""
+    """An algorithm, its section, what it can be run on ("data", "environment"), what it is, and which data it needs."""
 
     algorithm: type[Algorithm]
     config: type[Config]
     inputs: tuple[str, ...]
     summary: str
+    records: Literal["prompts", "demonstrations", "pairs"] = "prompts"
 
 
 ALGORITHMS: dict[str, Method] = {
-    "sft": Method(SFT, SFTConfig, ("data",), "supervised fine-tuning on demonstrations"),
+    "sft": Method(SFT, SFTConfig, ("data",), "supervised fine-tuning on demonstrations", "demonstrations"),
+    "reward_model": Method(
+        RewardModel, RewardModelConfig, ("data",), "a reward model, or a cost model, from preferences", "pairs"
+    ),
+    "dpo": Method(DPO, DPOConfig, ("data",), "direct preference optimisation; IPO and KTO by its kind", "pairs"),
     "grpo": Method(
         GRPO, GRPOConfig, ("data",), "group-relative policy optimisation; Dr. GRPO, DAPO, GSPO and CISPO by switches"
     ),

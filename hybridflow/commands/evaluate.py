@@ -28,7 +28,7 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
         result = parts.evaluate()
     finally:
         runtime.stop()
-    record = asdict(result)
+    record = {key: value for key, value in asdict(result).items() if key != "others"} | dict(result.others)
     if source.is_dir():
         write_result(source, {"evaluation": record})
     if as_json:
@@ -38,10 +38,12 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
 
 
 def _run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own configuration, with the model that it exported."""
+    """The run's own configuration, with the model that it exported; a reference stays what it was."""
     if not (run / "model").is_dir():
         raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
     data = read_toml(run / "config.toml")
+    if "reference" in data and not {"model", "fresh"} & data["reference"].keys():
+        data["reference"] |= {key: data["actor"][key] for key in ("model", "fresh") if key in data["actor"]}
     actor = {key: value for key, value in data["actor"].items() if key != "fresh"}
     data["actor"] = {**actor, "model": str(run / "model")}
     return validate(apply_overrides(data, overrides), str(run / "config.toml"))

@@ -129,7 +129,7 @@ def calibration(margins: NDArray[np.float64], bins: int = 10) -> dict[str, float
     equal bins of [½, 1], weighted by its pairs; confidence is max(p, 1 - p) (ECE, Guo et al. 2017, eq. 3).
     """
     p = 0.5 * (1 + np.tanh(margins / 2))
-    confidence, right = np.maximum(p, 1 - p), margins > 0
+    confidence, right = np.maximum(p, 1 - p), (margins > 0) + 0.5 * (margins == 0)
     places = np.minimum((2 * bins * (confidence - 0.5)).astype(int), bins - 1)
     gaps = np.abs(np.bincount(places, right - confidence, bins))
     return {"probability": p.mean(), "brier": ((1 - p) ** 2).mean(), "calibration_error": gaps.sum() / len(p)}

@@ -13,7 +13,7 @@ from hybridflow.telemetry.records import to_json
 __all__ = ["mean_interval", "wilson_interval", "write_result"]
 
 
-def wilson_interval(successes: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
     """(low, high) of a success rate: the score interval of Wilson (1927), which also holds near 0 and 1.
 
     Without observations it is (0, 1).
