@@ -103,6 +103,12 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {override}", True)
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
     evaluate.add_argument("--json", action="store_true")
+    rank = command(
+        "rank", _rank, f"make preference pairs: sample responses, score them, keep best and worst; {override}", True
+    )
+    rank.add_argument("source", type=Path, help="TOML file with prompts and a reward, or run directory")
+    rank.add_argument("--out", type=Path, required=True, help="file of pairs to write, .jsonl; data.pairs reads it")
+    rank.add_argument("--count", type=int, help="prompts to sample; default: every prompt once")
     command("demo", _demo, f"teach a real language model to add, in minutes; {override}", overrides=True)
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
@@ -189,6 +195,12 @@ def _eval(options: Any) -> None:
     from hybridflow.commands.evaluate import evaluate
 
     evaluate(options.source, options.overrides, options.json)
+
+
+def _rank(options: Any) -> None:
+    from hybridflow.commands.rank import rank
+
+    rank(options.source, options.overrides, options.out, options.count)
 
 
 def _demo(options: Any) -> int:

@@ -14,12 +14,12 @@ from hybridflow.core.config import apply_overrides, read_toml
 from hybridflow.core.errors import ModelError, UserError
 from hybridflow.telemetry.result import write_result
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "run_config"]
 
 
 def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
     """Score the model of a configuration, or what a run has trained, on held-out prompts or fresh episodes."""
-    config = _run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
+    config = run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
     runtime = LocalRuntime()
     try:
         parts = make_parts(config, runtime)
@@ -37,7 +37,7 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
         print(f"score {result.score:.3f}, 95 % confidence [{result.low:.3f}, {result.high:.3f}], n {result.count}")
 
 
-def _run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's own configuration, with the model that it exported; a reference stays what it was."""
     if not (run / "model").is_dir():
         raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
