@@ -260,8 +260,11 @@ def _take_pipes() -> tuple[Any, int]:
 
 def _report(pipe: int, message: Any) -> None:
     line = json.dumps(message).encode() + b"\n"
-    while line:
-        line = line[os.write(pipe, line) :]
+    try:
+        while line:
+            line = line[os.write(pipe, line) :]
+    except BrokenPipeError:  # the parent died: nobody to tell
+        os._exit(1)
 
 
 def _follow_parent(parent: int) -> None:

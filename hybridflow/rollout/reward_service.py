@@ -112,7 +112,7 @@ class RewardService:
         except TimeoutError:
             raise _NoAnswerError(f"timed out after {self.timeout_s:g} s") from None
         except (OSError, HTTPException) as error:
-            raise _NoAnswerError(f"no answer: {error or type(error).__name__}") from None
+            raise _NoAnswerError(f"no answer: {short(str(error)) or type(error).__name__}") from None
         finally:
             connection.close()
         if status >= 500 and status not in _THERE:
