@@ -6,13 +6,19 @@ import io
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Outcome
 
+from hybridflow.core.config import parse
 from hybridflow.models.sources import MODELS, cache_home
+from hybridflow.rollout import scorers
+from hybridflow.rollout.rewards import RewardConfig, RewardPool
 
 ROOT = Path(__file__).parent.parent
 SHORT = {
@@ -43,22 +49,59 @@ def shortened(words: list[str]) -> list[str]:
     return words + more
 
 
+@pytest.fixture
+def serve() -> Iterator[Callable[[list[str]], str]]:
+    """Starts a server beside the test, on a free port; the URL that it tells."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(words: list[str]) -> str:
+        command = [sys.executable, "-m", "hybridflow.cli", *words[1:], "--port", "0"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        return re.findall(r"http://\S+/score", started[-1].stdout.readline())[0]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.timeout(400)
 def test_the_readme_s_commands_run(
-    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_model: Path
+    hybridflow: Callable[..., Outcome],
+    serve: Callable[[list[str]], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    real_model: Path,
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 3 + 4?\n"))
     pages = [words for words in commands(ROOT / "README.md") if words[0] == "hybridflow"]
     assert len(pages) > 15
+    url = ""
     for words in pages:
+        if words[-1] == "&":
+            url = serve(words[:-1])
+            continue
+        words = [word.replace("http://127.0.0.1:8000/score", url) for word in words]
         outcome = hybridflow(*shortened(words)[1:]) if words[1:] != ["train", "examples/addition.toml"] else None
         if outcome is None:  # the demo has a test of its own, which leaves its run here
             shutil.copytree(real_model, tmp_path / "runs" / "demo" / "model")
             (tmp_path / "runs" / "demo" / "config.toml").touch()
         else:
             assert outcome.code == 0, (words, outcome)
+
+
+def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "README.md").read_text()
+    [block] = re.findall(r"```toml\n(\[reward\].*?)```", page, re.DOTALL)
+    with RewardPool(parse(RewardConfig, tomllib.loads(block)["reward"], "README.md").specs(), workers=1) as pool:
+        [result] = pool.score(["What is 3 + 4?"], ["7"], [{"answer": "7"}])
+    assert result.score is not None and 0.9 < result.score < 1
+    named = re.findall(r"^\| `(\w+)\??.*?` \| .* µs |^\| `(\w+)\??.*?` \| .* ms ", page, re.MULTILINE)
+    assert sorted(name for pair in named for name in pair if name) == scorers.__all__
 
 
 def test_make_has_the_readme_s_targets() -> None:
