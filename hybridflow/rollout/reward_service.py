@@ -65,14 +65,17 @@ class RewardService:
     def _probe(self) -> Collection[str]:
         """The fields that rows must have, if the service tells them."""
         try:
-            status, _ = self._ask("HEAD", self.url, b"", threading.Event())
-            if status not in _THERE:
-                raise _NoAnswerError(f"answers {status}; is the path right? that of hybridflow serve-rewards is /score")
+            there, _ = self._ask("HEAD", self.url, b"", threading.Event())
             status, data = self._ask("GET", urljoin(self.url, "health"), b"", threading.Event())
         except _NoAnswerError as error:
-            raise RewardError(f"reward {self.url!r}: {error}") from None
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # another program may tell its health otherwise
-            return [str(name) for name in json.loads(data)["fields"]] if status == 200 else ()
+            raise RewardError(f"reward {self.url!r}: {error}; is the service running?") from None
+        if there not in _THERE:
+            hint = "is the path right? that of hybridflow serve-rewards is /score"
+            raise RewardError(f"reward {self.url!r}: answered {there}; {hint}")
+        with contextlib.suppress(ValueError):  # another program may tell its health otherwise
+            health = json.loads(data) if status == 200 else None
+            if isinstance(health, dict) and isinstance(health.get("fields"), list):
+                return [str(name) for name in health["fields"]]
         return ()
 
     def _score(self, first: int, texts: Sequence[str], failures: Failures) -> list[Outcome]:
@@ -89,14 +92,14 @@ class RewardService:
 
     def _ask(self, method: str, url: str, body: bytes, over: threading.Event) -> tuple[int, bytes]:
         """Status below 500 and body of the answer; _NoAnswerError after the last try, or once the batch is over."""
-        pause_s, longest_s = _BACKOFF_S
-        for _ in range(self.retries):
-            with contextlib.suppress(_NoAnswerError):
+        (pause_s, longest_s), left = _BACKOFF_S, self.retries
+        while True:
+            try:
                 return self._exchange(method, url, body)
-            if over.wait(pause_s):
-                break
-            pause_s = min(2 * pause_s, longest_s)
-        return self._exchange(method, url, body)
+            except _NoAnswerError:
+                if not left or over.wait(pause_s):
+                    raise
+            left, pause_s = left - 1, min(2 * pause_s, longest_s)
 
     def _exchange(self, method: str, url: str, body: bytes) -> tuple[int, bytes]:
         parts, end = urlsplit(url), time.monotonic() + self.timeout_s

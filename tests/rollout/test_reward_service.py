@@ -231,6 +231,18 @@ def test_too_many_failures_stop_the_services_and_the_processes(functions: Path) 
             assert [result.score for result in pool.score(["p"], ["r"], [{}])] == [2.0]
 
 
+def test_nothing_is_tried_again_once_a_batch_is_lost(functions: Path) -> None:
+    with running(server := Scripted(lambda rows: (500, b"no"))) as url:
+        specs = [RewardSpec(url), RewardSpec(f"{functions}:odd")]
+        with RewardPool(specs, retries=30, workers=1) as pool:
+            with pytest.raises(RewardError, match=r"f\.py:odd': raised ValueError: is odd"):
+                pool.score(["p"] * 300, ["odd"] * 300, [{"answer": ""}] * 300, max_failures=5)
+            time.sleep(0.5)  # what was on its way has come; a second try would come after 0.2 s
+            asked = len(server.rows)
+            time.sleep(0.5)
+            assert len(server.rows) == asked <= 8
+
+
 def test_numpy_fields_are_sent_and_what_json_lacks_is_told(functions: Path) -> None:
     with serving(f"{functions}:pair") as url, RewardPool([RewardSpec(url)]) as pool:
         assert pool.score(["p"], ["r"], [{"x": np.array([1, np.int64(2)])}])[0].score == 3.0
@@ -250,8 +262,8 @@ def test_the_fields_that_a_service_needs_are_checked_before_anything_runs(functi
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://127.0.0.1:1/score", r"no answer: \[Errno \d+\] Connection refused"),
-        ("{url}s", "answers 404; is the path right"),
+        ("http://127.0.0.1:1/score", r"no answer: \[Errno \d+\] Connection refused; is the service running\?$"),
+        ("{url}s", "answered 404; is the path right"),
         ("http:///score", "it names no host; expected a URL like"),
         ("http://127.0.0.1:port/score", "Port could not be cast .*; expected a URL like"),
     ],
