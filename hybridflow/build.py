@@ -26,8 +26,8 @@ from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm, Role
 from hybridflow.hooks import Evaluation
-from hybridflow.rollout.buffer import Buffer, Fifo, Replay
-from hybridflow.rollout.schedule import Synchronous
+from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
+from hybridflow.rollout.schedule import DynamicSampling, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
@@ -78,8 +78,7 @@ def build(config: RunConfig) -> Run:
             "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
             "objective": lambda: _objective(config),
         }
-        buffer: Buffer = Replay(config.replay, config.seed) if config.algorithm == "dqn" else Fifo()
-        schedule = Synchronous(config.train.updates_per_step)
+        buffer, schedule = _buffer_and_schedule(config, parts)
         trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
         on_error.pop_all()
     return Run(config, runtime, parts, trainer)
@@ -95,6 +94,16 @@ def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
     if ALGORITHMS[config.algorithm].records == "pairs":
         return PairParts(config, config.data, runtime)
     return TextParts(config, config.data, runtime)
+
+
+def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Schedule]:
+    train = config.train
+    if config.algorithm == "dqn":
+        return Replay(config.replay, config.seed), Synchronous(train.updates_per_step)
+    if train.max_refills and isinstance(parts, TextParts):
+        groups = InformativeGroups()
+        return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)
+    return Fifo(), Synchronous()
 
 
 def _objective(config: RunConfig) -> Objective:
@@ -114,6 +123,7 @@ def _algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Al
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
     names = [name for name in inspect.signature(algorithm).parameters if name != "config"]
     # Scorers first: they are quick to make, and a wrong reward should not wait for a model to load.
-    made = {name: makers[name]() for name in sorted(names, key=lambda name: name != "scorers")}
+    quick = ("scorers", "cost", "baseline", "demonstrations")
+    made = {name: makers[name]() for name in sorted(names, key=lambda name: name not in quick)}
     made_algorithm: Algorithm = algorithm(config.method, **made)
     return made_algorithm

@@ -65,7 +65,7 @@ def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> De
     if folder is not None:
         spec = read_spec(folder)
     else:
-        assert model.fresh is not None, "validated"
+        assert isinstance(model, TrainedConfig) and model.fresh is not None, "validated"
         spec = fresh_spec(model.fresh, vocab_size)
     recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
     return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
@@ -112,8 +112,8 @@ def actor_tokenizer(actor: ModelConfig, alphabet: str | None) -> Tokenizer:
 
 def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSource, vocab_size: int) -> DecoderSource:
     """The section's own model, or the actor's first weights."""
-    if model.model is None and model.fresh is None:
-        model = model.model_copy(update={"model": config.actor.model, "fresh": config.actor.fresh})
+    if model.model is None and (not isinstance(model, TrainedConfig) or model.fresh is None):
+        model = config.actor.model_copy(update=model.model_dump(include={"dtype", "activation_checkpointing"}))
     source = decoder_source(model, config, vocab_size)
     if source.spec.vocab_size != actor.spec.vocab_size:
         raise ModelError(

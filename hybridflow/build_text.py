@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build_model import (
     DecoderSource,
     actor_tokenizer,
@@ -24,12 +25,13 @@ from hybridflow.config import ModelConfig, RunConfig
 from hybridflow.controller.actor import InPlaceActor
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import DataError, RewardError
+from hybridflow.core.errors import DataError, RewardError, UserError
 from hybridflow.core.roles import Role, Scorer
 from hybridflow.data.prompts import DataConfig
 from hybridflow.data.tasks import load_data
 from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import SamplingParams
+from hybridflow.generation.vllm_engine import check_installed, refusal
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
@@ -45,18 +47,23 @@ class TextParts:
 
     def __init__(self, config: RunConfig, data: DataConfig, runtime: LocalRuntime) -> None:
         self.config, self.runtime = config, runtime
-        self.demonstrates = config.algorithm == "sft"
-        self.task = load_data(data, config.seed, self.demonstrates)
+        self.demonstrates = ALGORITHMS[config.algorithm].records == "demonstrations"
+        self.imitates = config.algorithm == "safe_rlhf" and config.safe_rlhf.ptx_coef > 0
+        self.task = load_data(data, config.seed, self.demonstrates or self.imitates)
         self.tokenizer = actor_tokenizer(config.actor, self.task.alphabet)
         self.prompts = data.source(self.task.train, self.tokenizer, config.seed)
         self.held_out = data.source(self.task.evaluation, self.tokenizer, config.seed) if self.task.evaluation else None
         self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
         self._check_lengths()
+        self._check_engine()
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:
-        scored = self._reward_specs() or self.config.reward.model
-        return self._evaluate if self.held_out is not None and scored else None
+        return self._evaluate if self.held_out is not None and self.has_reward else None
+
+    @property
+    def has_reward(self) -> bool:
+        return bool(self._reward_specs() or self.config.reward.model)
 
     def describe(self) -> str:
         """One line on the model and the data."""
@@ -81,6 +88,10 @@ class TextParts:
             return self.prompts.demonstrations(step - 1, train.prompts_per_step)
         return self.prompts.batch(step - 1, train.prompts_per_step, train.group_size)
 
+    def draw(self, first: int, num_prompts: int) -> Batch:
+        """Prompts by their number, for steps that take as many as they need."""
+        return self.prompts.draw(first, num_prompts, self.config.train.group_size)
+
     def makers(self) -> Mapping[str, Callable[[], Any]]:
         return {
             "actor": lambda: self.actor,
@@ -88,6 +99,9 @@ class TextParts:
             "scorers": self.scorers,
             "cost": self.cost,
             "baseline": self.baseline,
+            "cost_critic": self.cost_critic,
+            "teacher": self.teacher,
+            "demonstrations": self.demonstrations,
             "greedy": lambda: self.sampling_params(0.0),
             "max_new_tokens": lambda: self.config.generation.max_new_tokens,
         }
@@ -103,24 +117,46 @@ class TextParts:
             "seed": config.seed,
             "max_slots": config.generation.max_slots,
             "kv_cache_gb": config.generation.kv_cache_gb,
+            "engine": config.generation.engine,
+            "max_length": self._longest() + config.generation.max_new_tokens,
         }
         return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
 
     def critic(self) -> Any:
+        return self._critic("critic", {})
+
+    def cost_critic(self) -> Any:
+        """A second critic like the first one, of the costs."""
+        return self._critic("cost_critic", {"values": "cost_values", "bootstrap_values": "cost_bootstrap_values"})
+
+    def _critic(self, name: str, rename: Mapping[str, str]) -> Any:
         networks = Networks(partial(critic_networks, self._like_actor(self.config.critic)), "value", ("tokens",))
-        return self.runtime.role(
-            Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
-        )
+        args = {"networks": networks, **self.config.learner_args(self.config.critic)}
+        return self.runtime.role(Role(name, Learner, args, rename))
 
     def scorers(self) -> list[Scorer]:
-        """The reward, and the reference if the method needs it."""
-        scorers: list[Scorer] = [self.reward]
+        """The reward, if there is one or the method needs it, and the reference if the method needs it."""
+        needs_reward = "teacher" not in self.config.sections()
+        scorers: list[Scorer] = [self.reward] if needs_reward or self.has_reward else []
         if self.config.needs_reference:
-            source = self._like_actor(self.config.reference)
-            networks = Networks(partial(policy_networks, source, self.config.generation.temperature), "policy", ("tokens",))
-            args = {"networks": networks, "token_budget": self.config.train.token_budget}
-            scorers.append(self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"})))
+            scorers.append(self._frozen("reference", self._like_actor(self.config.reference), "ref_log_probs"))
         return scorers
+
+    def teacher(self) -> Scorer:
+        """The model that is distilled."""
+        return self._frozen("teacher", self._like_actor(self.config.teacher), "teacher_log_probs")
+
+    def _frozen(self, name: str, source: DecoderSource, writes: str) -> Scorer:
+        networks = Networks(partial(policy_networks, source, self.config.generation.temperature), "policy", ("tokens",))
+        args = {"networks": networks, "token_budget": self.config.train.token_budget}
+        return self.runtime.role(Role(name, ModelScorer, args, {"log_probs": writes}))
+
+    def demonstrations(self) -> Callable[[int], Batch]:
+        """Demonstrations of the data by number of the update, as many as prompts."""
+        demonstrations = partial(self.prompts.demonstrations, num_prompts=self.config.train.prompts_per_step)
+        if self.imitates:
+            demonstrations(0)  # tells a missing completion before any model loads
+        return demonstrations
 
     @cached_property
     def reward(self) -> Any:
@@ -188,6 +224,18 @@ class TextParts:
 
     def _like_actor(self, model: ModelConfig) -> DecoderSource:
         return source_like_actor(model, self.config, self.decoder, self.tokenizer.vocab_size)
+
+    def _longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.prompts.longest, self.held_out.longest if self.held_out else 0)
+
+    def _check_engine(self) -> None:
+        """vLLM must be there and able to run the model, before it loads."""
+        if self.config.generation.engine == "vllm":
+            check_installed(self.decoder.device)
+            for temperature in (self.config.generation.temperature, self.config.evaluation.temperature):
+                if problem := refusal(self.decoder.spec, self.decoder.device, temperature):
+                    raise UserError(f'generation.engine = "vllm": {problem}; use the engine "hybridflow"')
 
     def _check_lengths(self) -> None:
         """A prompt and its longest response must fit the model and the cache, before it loads."""

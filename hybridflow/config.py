@@ -11,6 +11,7 @@ import torch
 from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
+from hybridflow.algorithms.distill import DistillConfig
 from hybridflow.algorithms.dpo import DPOConfig
 from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
@@ -20,6 +21,7 @@ from hybridflow.algorithms.reinforce_pp import ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModelConfig
 from hybridflow.algorithms.rloo import RLOOConfig
+from hybridflow.algorithms.safe_rlhf import SafeRLHFConfig
 from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
@@ -64,30 +66,30 @@ class FreshModel(Config):
 
 
 class ModelConfig(Config):
-    """Keys of ``[reference]``, and the first of ``[actor]`` and ``[critic]``."""
+    """Keys of ``[reference]`` and ``[teacher]``, and the first of ``[actor]`` and ``[critic]``."""
 
     model: str | None = None
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
-    fresh: FreshModel | None = None
-    """instead of model: a decoder from random weights"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of weights and activations; the optimizer keeps float32 masters"""
+
+
+class TrainedConfig(ModelConfig):
+    """Keys of ``[actor]`` and ``[critic]``."""
+
+    fresh: FreshModel | None = None
+    """instead of model: a decoder from random weights"""
+    net: NetConfig = NetConfig()
+    """for environments: the network"""
+    activation_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, a third more time"""
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model is not None and self.fresh is not None:
             raise ValueError("has both model and fresh; give one")
         return self
-
-
-class TrainedConfig(ModelConfig):
-    """Keys of ``[actor]`` and ``[critic]``."""
-
-    net: NetConfig = NetConfig()
-    """for environments: the network"""
-    activation_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, a third more time"""
-    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class GenerationConfig(Config):
@@ -126,6 +128,8 @@ class TrainConfig(Config):
     """passes over a step's samples"""
     token_budget: int = Field(4096, gt=0)
     """tokens (or environment steps) in one forward pass; lower it when memory runs out, the result stays the same"""
+    max_refills: int = Field(0, ge=0)
+    """dynamic sampling (DAPO): further rollouts replace groups with equal scores, at most so many a step; 0: they stay"""
     updates_per_step: int = Field(1, gt=0)
     """learning calls for each rollout; above 1 only with a replay buffer"""
 
@@ -155,7 +159,9 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """The whole configuration of a run."""
 
-    algorithm: Literal["sft", "reward_model", "dpo", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "dqn"]
+    algorithm: Literal[
+        "sft", "reward_model", "dpo", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "safe_rlhf", "distill", "dqn"
+    ]
     """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
     """all randomness derives from it"""
@@ -173,6 +179,8 @@ class RunConfig(Config):
     reinforce_pp: ReinforcePPConfig = ReinforcePPConfig()
     remax: ReMaxConfig = ReMaxConfig()
     ppo: PPOConfig = PPOConfig()
+    safe_rlhf: SafeRLHFConfig = SafeRLHFConfig()
+    distill: DistillConfig = DistillConfig()
     dqn: DQNConfig = DQNConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
@@ -182,6 +190,7 @@ class RunConfig(Config):
     reference: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()
     cost: ScorerConfig = ScorerConfig()
+    teacher: ModelConfig = ModelConfig()
     data: DataConfig | None = None
     environment: EnvironmentConfig | None = None
     replay: ReplayConfig = ReplayConfig()
@@ -201,7 +210,14 @@ class RunConfig(Config):
         """The sections that a run of this algorithm, on these inputs, reads."""
         method = ALGORITHMS[self.algorithm]
         roles = inspect.signature(method.algorithm).parameters
-        read = {"actor", "train", "evaluation", "checkpoint", self.algorithm, *({"critic", "cost"} & roles.keys())}
+        read = {
+            "actor",
+            "train",
+            "evaluation",
+            "checkpoint",
+            self.algorithm,
+            *({"critic", "cost", "teacher"} & roles.keys()),
+        }
         read |= {"loss"} if "objective" in roles else set()
         if self.environment is not None:
             return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
@@ -266,9 +282,14 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         if config.train.group_size < smallest:
             found = f"train.group_size = {config.train.group_size}"
             yield f"{found}: {config.algorithm} compares the responses to one prompt and needs at least {smallest}"
+        if config.train.max_refills and smallest == 1:
+            found = f"train.max_refills = {config.train.max_refills}"
+            yield f"{found}: algorithm = {config.algorithm!r} learns from groups with equal scores too; leave it out"
     if issubclass(method.algorithm, PolicyGradient):
         given = "data" if config.environment is None else "environment"
         yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
+    if config.train.max_refills and config.environment is not None:
+        yield "train.max_refills: an [environment] has no groups; leave it out"
     if config.train.updates_per_step > 1 and config.algorithm != "dqn":
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
 
@@ -288,6 +309,8 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 def _text_conflicts(config: RunConfig) -> Iterator[str]:
     if config.actor.model is None and config.actor.fresh is None:
         yield '[actor] needs model = "..." (hybridflow models list) or a section [actor.fresh]'
+    if "teacher" in config.sections() and config.teacher.model is None:
+        yield f'[teacher] needs model = "...", which {config.algorithm} learns from'
 
 
 def _record_conflicts(config: RunConfig, data: DataConfig) -> Iterator[str]:

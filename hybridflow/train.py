@@ -55,7 +55,8 @@ class Trainer:
             batch = self.schedule.step(self.step + 1, self.algorithm, self.source, self.buffer)
             metrics, spans = self.runtime.drain()
             self.step += 1
-            means = {**metrics.values(), "time/step_s": time.perf_counter() - start, "policy_version": self.schedule.version}
+            means = {**metrics.values(), **self.schedule.metrics(), **self.algorithm.metrics()}
+            means |= {"time/step_s": time.perf_counter() - start, "policy_version": self.schedule.version}
             self.algorithm.observe(means)
             for hook in self.hooks:
                 hook(Step(self.step, means, spans, batch))
@@ -64,12 +65,13 @@ class Trainer:
         """State of the loop itself; the runtime keeps that of the workers."""
         return {
             "step": self.step,
-            "version": self.schedule.version,
+            "schedule": self.schedule.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "buffer": self.buffer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.schedule.version = state["step"], state["version"]
+        self.step = state["step"]
+        self.schedule.load_state_dict(state["schedule"])
         self.algorithm.load_state_dict(state["algorithm"])
         self.buffer.load_state_dict(state["buffer"])

@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
@@ -10,6 +11,7 @@ from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
+from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Algorithm
@@ -44,5 +46,9 @@ ALGORITHMS: dict[str, Method] = {
     "ppo": Method(
         PPO, PPOConfig, ("data", "environment"), "proximal policy optimisation with a critic, for tokens and environments"
     ),
+    "safe_rlhf": Method(
+        SafeRLHF, SafeRLHFConfig, ("data",), "PPO that keeps a mean cost within a budget, by a Lagrange multiplier"
+    ),
+    "distill": Method(Distill, DistillConfig, ("data",), "reverse KL to a teacher on the student's own responses"),
     "dqn": Method(DQN, DQNConfig, ("environment",), "deep Q-learning with replay, double by default"),
 }

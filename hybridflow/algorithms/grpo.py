@@ -50,6 +50,7 @@ class GRPO(PolicyGradient):
         return batch
 
     def learn(self, batch: Batch) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
         batch = self.estimator.compute(batch, self.advantages())
         self.actor.update(batch, self.objective.policy_loss())
         return batch

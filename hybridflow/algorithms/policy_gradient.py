@@ -8,16 +8,17 @@
 A method adds where its advantages come from.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Algorithm, Fn
+from hybridflow.core.roles import Actor, Algorithm, Fn
 from hybridflow.ops.advantages import kl_into_scores, kl_penalty, normalise_scores, overlong_penalty, score_rewards
 from hybridflow.ops.kl import AdaptiveKL, KLKind
-from hybridflow.ops.losses import cispo, gspo, ppo_clip, reinforce
+from hybridflow.ops.losses import Correction, cispo, gspo, ppo_clip, reinforce
 
 __all__ = ["KLConfig", "LossConfig", "Objective", "PolicyGradient", "ShapingConfig", "Where", "conflicts"]
 
@@ -46,12 +47,18 @@ class LossConfig(Config):
     """bound of the loss of bad responses (Ye et al. 2020)"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
+    correction: Correction = "none"
+    """for samples of another policy than the learner's: weigh them by the ratio of both, cut or masked at the cap"""
+    correction_cap: float | None = Field(None, gt=1)
+    """largest weight, and in mask its inverse the smallest; 2 when left out"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in UNREAD[self.kind]:
             if getattr(self, name) is not None:
                 raise ValueError(f'kind = "{self.kind}" has no use for {name} = {getattr(self, name)}; leave {name} out')
+        if self.correction == "none" and self.correction_cap is not None:
+            raise ValueError('correction_cap has no effect with correction = "none"; set correction, or remove it')
         return self
 
 
@@ -63,7 +70,7 @@ class KLConfig(Config):
     where: Where | None = None
     """a term of the loss, or taken off the reward; what the method's paper does when left out"""
     kind: KLKind | None = None
-    """estimator of the KL (Schulman 2020); left out, k1 in the reward and k3 in the loss"""
+    """estimator of the KL (Schulman 2020); left out, k1 in the reward (unbiased only there) and k3 in the loss"""
     target: float | None = Field(None, gt=0)
     """adapt coef so that the KL per token stays near this"""
     horizon: int = Field(10_000, gt=0)
@@ -128,7 +135,15 @@ class Objective:
     def token_rewards(self, *baseline: Fn) -> tuple[Fn, ...]:
         """Scores with penalties, normalised, then what ``baseline`` makes of them, as reward of the last token, and the KL
         of each token if it belongs there."""
-        return (*self._scores(), *baseline, score_rewards.bind(), *self._in_reward(kl_penalty.bind))
+        return (*self._scores(), *baseline, score_rewards.bind(), *self.token_kl())
+
+    def token_kl(self, sign: float = 1.0) -> tuple[Fn, ...]:
+        """The KL of each token off its reward, if it belongs there."""
+        return tuple(self._in_reward(kl_penalty.bind, sign))
+
+    def token_costs(self) -> tuple[Fn, ...]:
+        """A cost as reward of the last token; the KL of each token, if it belongs there, is added."""
+        return (score_rewards.bind(), *self.token_kl(sign=-1.0))
 
     def _scores(self) -> Iterator[Fn]:
         shaping = self.shaping
@@ -141,14 +156,19 @@ class Objective:
         elif shaping.normalise == "running":
             yield normalise_scores.bind(**self.scores_seen.moments())
 
-    def _in_reward(self, bind: Any) -> Iterator[Fn]:
+    def _in_reward(self, bind: Callable[..., Fn], sign: float = 1.0) -> Iterator[Fn]:
         if self.kl.coef > 0 and self.kl_where == "reward":
-            yield bind(coef=self.kl.coef, kind=self.kl_kind)
+            yield bind(coef=sign * self.kl.coef, kind=self.kl_kind)
+
+    def prepare(self, actor: Actor, batch: Batch) -> Batch:
+        """Before anything is updated: for a correction, what the learner itself thinks of the samples."""
+        return batch if self.loss.correction == "none" else actor.compute_log_probs(batch)
 
     def policy_loss(self) -> Fn:
         """The loss of ``[loss]``, with the KL term of ``[kl]`` if it belongs there."""
         loss = self.loss
-        params: dict[str, Any] = {"entropy_coef": loss.entropy_coef}
+        params: dict[str, Any] = {"entropy_coef": loss.entropy_coef, "correction": loss.correction}
+        params["correction_cap"] = loss.correction_cap or 2.0
         if self.kl.coef > 0 and self.kl_where == "loss":
             params |= {"kl_coef": self.kl.coef, "kl_kind": self.kl_kind}
         if loss.kind == "gspo":
@@ -161,6 +181,9 @@ class Objective:
         if loss.kind == "reinforce":
             return reinforce.bind(**params)
         return ppo_clip.bind(**params, clip=loss.clip or 0.2, clip_high=loss.clip_high, dual_clip=loss.dual_clip)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self.kl.target is None else {"kl_coef": self.kl.coef}
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """After a step: steer the coefficient of the KL, remember the scores."""
@@ -204,6 +227,9 @@ class PolicyGradient(Algorithm):
 
     kl_where: ClassVar[Where] = "reward"
     objective: Objective
+
+    def metrics(self) -> dict[str, float]:
+        return self.objective.metrics()
 
     def observe(self, metrics: Mapping[str, float], /) -> None:
         self.objective.observe(metrics)

@@ -50,6 +50,7 @@ class PPO(PolicyGradient):
         return batch
 
     def learn(self, batch: Batch) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
         batch = self.critic.compute_values(batch)
         batch = self.estimator.compute(batch, self.advantages())
         update(batch, (self.critic, self.value_loss), (self.actor, self.objective.policy_loss()))

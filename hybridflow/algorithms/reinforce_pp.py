@@ -47,12 +47,13 @@ class ReinforcePP(PolicyGradient):
         return batch
 
     def learn(self, batch: Batch) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
         batch = self.estimator.compute(batch, self.advantages())
         self.actor.update(batch, self.objective.policy_loss())
         return batch
 
     def advantages(self) -> Fn:
-        """A_t = sum over s >= t of r_s, r with the KL of each token, whitened over the batch (eq. 3 to 5)."""
+        """A_t = sum over s >= t of r_s, r with the KL of each token, whitened over the batch."""
         baseline = [group_baseline.bind()] if self.config.group_baseline else []
         returns = discounted_returns.bind(gamma=self.config.gamma)
         rewards = self.objective.token_rewards(*baseline)

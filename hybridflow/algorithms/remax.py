@@ -51,12 +51,13 @@ class ReMax(PolicyGradient):
         return with_baseline(batch, self.baseline.score(self.actor.rollout(prompts, self.greedy)), prompt_of)
 
     def learn(self, batch: Batch) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
         batch = self.estimator.compute(batch, self.advantages())
         self.actor.update(batch, self.objective.policy_loss())
         return batch
 
     def advantages(self) -> Fn:
-        """Rewards to go minus the score of the greedy response (eq. 4, algorithm 1)."""
+        """Rewards to go minus the score of the greedy response (algorithm 1)."""
         return chain(*self.objective.token_rewards(), greedy_baseline.bind(), keep=("rewards", "advantages"))
 
 

@@ -35,10 +35,11 @@ class RLOO(PolicyGradient):
         return batch
 
     def learn(self, batch: Batch) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
         batch = self.estimator.compute(batch, self.advantages())
         self.actor.update(batch, self.objective.policy_loss())
         return batch
 
     def advantages(self) -> Fn:
-        """R(y_i, x) - mean of the others (eq. 9), R with the KL of the whole response (eq. 2)."""
+        """R(y_i, x) - mean of R of the others, where R = score - coef log π(y|x) / π_ref(y|x)."""
         return chain(*self.objective.shaped_scores(), leave_one_out.bind(), keep=("advantages",))

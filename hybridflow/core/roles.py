@@ -127,11 +127,15 @@ def _names(names: NamesOf, args: Mapping[str, Any]) -> Names:
 
 
 class Loss(NamedTuple):
-    """What a loss returns: ``terms`` unreduced ([N] steps or [R] rows), metrics with one value a step or row, columns."""
+    """What a loss returns: ``terms`` unreduced ([N] steps or [R] rows), metrics with one value a step or row, columns.
+
+    ``drift`` [N]: log-probability under the learner minus that under the sampling policy, of steps that were sampled.
+    """
 
     terms: Tensor
     metrics: Mapping[str, Tensor]
     columns: Mapping[str, Tensor] = {}
+    drift: Tensor | None = None
 
 
 class Declared:
@@ -204,7 +208,7 @@ class Fn:
 
     @property
     def name(self) -> str:
-        return self.declared.__name__
+        return self.params["functions"][0].name if self.declared is _renamed else self.declared.__name__
 
     @property
     def per(self) -> Per:
@@ -323,6 +327,10 @@ class Algorithm(Protocol):
     def needs_reference(cls, config: Any, /) -> bool:
         """Whether a frozen copy of the first policy has to score the responses."""
         return False
+
+    def metrics(self) -> dict[str, float]:
+        """The method's own numbers for the record of a step: coefficients that adapt, as they were in it."""
+        return {}
 
     def observe(self, metrics: Mapping[str, float], /) -> None:
         return None

@@ -155,9 +155,12 @@ class PromptSource:
 
     def batch(self, step: int, num_prompts: int, group_size: int = 1) -> Batch:
         """The prompts of a step [num_prompts * group_size]: each ``group_size`` times side by side, under one group_id."""
-        groups = step * num_prompts + np.arange(num_prompts, dtype=np.int64)
-        first = step * num_prompts * group_size
-        ids = first + np.arange(num_prompts * group_size, dtype=np.int64)
+        return self.draw(step * num_prompts, num_prompts, group_size)
+
+    def draw(self, first: int, num_prompts: int, group_size: int = 1) -> Batch:
+        """The same for ``num_prompts`` prompts of the endless sequence of epochs, from number ``first`` on."""
+        groups = first + np.arange(num_prompts, dtype=np.int64)
+        ids = first * group_size + np.arange(num_prompts * group_size, dtype=np.int64)
         return self._batch(self.rows(groups), groups).repeat(group_size).with_columns(sample_id=ids)
 
     def all(self, limit: int | None = None) -> Batch:

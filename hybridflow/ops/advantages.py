@@ -26,11 +26,13 @@ __all__ = [
     "group_counts",
     "kl_into_scores",
     "kl_penalty",
+    "lagrangian",
     "leave_one_out",
     "n_step_returns",
     "normalise_scores",
     "overlong_penalty",
     "score_rewards",
+    "teacher_rewards",
     "v_trace",
     "whiten",
 ]
@@ -101,6 +103,21 @@ def kl_penalty(batch: Batch, coef: float, kind: KLKind = "k1") -> dict[str, Ragg
     steps = _Steps(batch)
     kl = estimate_kl(steps.packed("log_probs"), steps.packed("ref_log_probs"), kind)
     return {"rewards": steps.column(steps.packed("rewards") - coef * kl)}
+
+
+@columns(reads=("log_probs", "teacher_log_probs", "response_mask"), writes=("rewards",))
+def teacher_rewards(batch: Batch) -> dict[str, Ragged]:
+    """r_t = log π_teacher - log π of the sampled token: minus the reverse KL(π || π_teacher), from one sample."""
+    steps = _Steps(batch)
+    return {"rewards": steps.column(steps.packed("teacher_log_probs") - steps.packed("log_probs"))}
+
+
+@columns(reads=("advantages", "cost_advantages", "response_mask"), writes=("advantages",))
+def lagrangian(batch: Batch, multiplier: float) -> dict[str, Ragged]:
+    """(A - λ A_cost) / (1 + λ) with λ = ``multiplier`` ≥ 0 (Safe RLHF, Dai et al. 2024)."""
+    steps = _Steps(batch)
+    mixed = steps.packed("advantages") - multiplier * steps.packed("cost_advantages")
+    return {"advantages": steps.column(mixed / (1 + multiplier))}
 
 
 @columns(reads=("scores", "log_probs", "ref_log_probs", "response_mask"), writes=("scores",))

@@ -22,7 +22,9 @@ def estimate_kl(log_probs: X, other_log_probs: X, kind: KLKind) -> X:
 
     With x = log q - log p:  k1 = -x, unbiased, may be negative · k2 = x² / 2, biased, low variance ·
     k3 = exp(x) - 1 - x, unbiased, never negative. In k3, x is clipped to ±20.
-    As a loss (differentiated through log p) the expected gradient of k1 is zero, that of k2 is the gradient of KL(p || q).
+    As a loss (differentiated through log p) the expected gradient of k1 is zero, that of k2 is the gradient of KL(p || q),
+    that of k3 the gradient of KL(q || p). In the reward k1 gives the gradient of KL(p || q), k3 that of KL(p || q) less
+    KL(q || p).
     """
     x = other_log_probs - log_probs
     if kind == "k1":

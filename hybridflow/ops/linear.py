@@ -12,18 +12,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear", "product"]
+__all__ = ["can_pack", "linear", "pack", "product"]
 
+_TYPICAL_ROWS = 64  # of a product with a packed weight; only that it isn't 1 makes a difference
 _MIN_PRODUCTS = 2**20  # below it, the 10 microseconds that a call costs more are not won back
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``: x [N, I], weight [O, I], bias [O] -> [N, O]."""
+    """``F.linear``: x [N, I], weight [O, I] (or ``pack``ed), bias [O] -> [N, O]."""
+    if weight.is_mkldnn:
+        return _onednn(x, weight, bias)
     if not _fast(x, x.numel() * len(weight)):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn(x, weight, bias)
     return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether ``pack`` takes a weight of this type and device."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and _available()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of weight [O, I] in the blocks that oneDNN multiplies, for ``linear`` without gradients."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)  # type: ignore[no-any-return]
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -33,7 +46,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def _fast(x: Tensor, num_products: int) -> bool:
     suits = x.dtype == torch.float32 and x.device.type == "cpu" and num_products > _MIN_PRODUCTS
-    return suits and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return suits and _available()
+
+
+def _available() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

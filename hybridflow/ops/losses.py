@@ -1,7 +1,9 @@
 """Losses of policies, values and supervised fine-tuning.
 
     loss = ppo_clip.bind(clip=0.2, entropy_coef=0.01)
-    terms, metrics, _ = loss({"log_probs": new, "entropy": entropy}, {"log_probs": old, "advantages": a, "row_index": rows})
+    terms, metrics, *_ = loss(
+        {"log_probs": new, "entropy": entropy}, {"log_probs": old, "advantages": a, "row_index": rows}
+    )
 
 Everything is packed over the action steps: ``outputs`` (of the model) and time columns are [N], ``row_index`` [N] (int64,
 non-decreasing) says the row of each step. A row is never split. Terms are unreduced: the caller sums them and divides by
@@ -9,7 +11,8 @@ one normaliser of the whole minibatch, its action steps (``per`` step) or its ro
 loss doesn't depend on how a minibatch is split. Metrics are detached, one value a step or row.
 
 Metrics of every policy loss: ``policy_kl`` (k3 estimate of KL(sampling policy || current policy)), ``entropy``, and, with
-``kl_coef``, ``kl`` against the reference.
+``kl_coef``, ``kl`` against the reference, with a ``correction`` the ``weight`` of steps and ``weight_cut`` (1 where a limit
+changed it).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,26 +22,44 @@ import torch
 from torch import Tensor
 
 from hybridflow.core.errors import ContractError
-from hybridflow.core.roles import Loss, columns
+from hybridflow.core.fields import FIELDS
+from hybridflow.core.roles import Fn, Loss, columns
 from hybridflow.ops.kl import LOG_RATIO_LIMIT, KLKind, estimate_kl
 
-__all__ = ["Aggregation", "cispo", "cross_entropy", "gspo", "ppo_clip", "reinforce", "value_loss"]
+__all__ = [
+    "Aggregation",
+    "Correction",
+    "cispo",
+    "cross_entropy",
+    "gspo",
+    "ppo_clip",
+    "reinforce",
+    "value_loss",
+    "with_demonstrations",
+]
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 """How steps weigh: every step of the minibatch alike (DAPO); every row alike, whatever its length (GRPO); every step alike,
 over rows x ``max_tokens`` instead of the steps that there are (Dr. GRPO)."""
+
+Correction = Literal["none", "truncate", "mask"]
+"""What is done about sampling with another policy than the learner's (another engine, or older weights): nothing; or every
+step weighs w = π_learner / π_sampled, where π_learner is the learner's before the update (``learner_log_probs``), and the
+ratio is one to π_learner (decoupled PPO, Hilton et al. 2022). w is cut at the cap (truncated importance sampling, Yao et
+al. 2025), or steps whose w is outside [1 / cap, cap] count nothing (masked, as in IcePop)."""
 
 Params = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 
 
 def _reads(*names: str) -> Callable[[Params], tuple[str, ...]]:
-    """These columns, and the reference's if there is a KL term."""
+    """These columns, the reference's if there is a KL term, and the learner's if there is a correction."""
 
     def reads(params: Params) -> tuple[str, ...]:
         if params.get("aggregation") == "constant" and not params["max_tokens"]:
             raise ContractError('aggregation "constant" needs max_tokens > 0, what the sum over a row is divided by')
-        return (*names, "ref_log_probs") if params["kl_coef"] > 0 else names
+        more = ["ref_log_probs"] if params["kl_coef"] > 0 else []
+        return (*names, *more, *(["learner_log_probs"] if params["correction"] != "none" else []))
 
     return reads
 
@@ -68,9 +89,28 @@ def _aggregate(terms: Tensor, row_index: Tensor, aggregation: Aggregation, max_t
     return _row_sums(terms, row_index)[0] / max_tokens
 
 
-def _log_ratio(outputs: Tensors, columns: Tensors) -> Tensor:
-    """[N] log of current over sampling probability; clipped (no gradient beyond), since an infinite ratio gives NaN."""
-    return (outputs["log_probs"] - columns["log_probs"]).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def _log_ratio(outputs: Tensors, columns: Tensors, correction: Correction) -> Tensor:
+    """[N] log of current over old probability; clipped (no gradient beyond), since an infinite ratio gives NaN."""
+    old = columns["log_probs" if correction == "none" else "learner_log_probs"]
+    return (outputs["log_probs"] - old).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _corrected(
+    terms: Tensor, columns: Tensors, correction: Correction, cap: float, per_row: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Surrogate terms, per step or per row, times w, and its metrics. The w of a row is exp of the mean of its logs."""
+    if correction == "none":
+        return terms, {}
+    log_weight = (columns["learner_log_probs"] - columns["log_probs"]).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    weight = (_row_means(log_weight, columns["row_index"]) if per_row else log_weight).exp()
+    kept = (
+        weight.clip(max=cap) if correction == "truncate" else torch.where((weight <= cap) & (weight * cap >= 1), weight, 0)
+    )
+    return terms * kept, {"weight": kept, "weight_cut": (kept != weight).float()}
+
+
+def _loss(terms: Tensor, metrics: Mapping[str, Tensor], outputs: Tensors, columns: Tensors) -> Loss:
+    return Loss(terms, metrics, drift=outputs["log_probs"].detach() - columns["log_probs"])
 
 
 def _penalties(
@@ -111,16 +151,20 @@ def ppo_clip(
     max_tokens: int | None = None,
     kl_coef: float = 0.0,
     kl_kind: KLKind = "k3",
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
 ) -> Loss:
     """Clipped policy loss (PPO, Schulman et al. 2017, eq. 7), also of GRPO, DAPO and Dr. GRPO.
 
     ``clip_high``: another limit upwards (clip-higher of DAPO, Yu et al. 2025). ``dual_clip`` > 1: limit of the ratio where
     A < 0 (Ye et al. 2020, eq. 5). Further metrics: ``ratio``, ``clipped`` (1 where a limit took the gradient away).
     """
-    ratio = _log_ratio(outputs, columns).exp()
+    ratio = _log_ratio(outputs, columns, correction).exp()
     terms, metrics = _clipped_surrogate(ratio, columns["advantages"], clip, clip_high, dual_clip)
+    terms, weights = _corrected(terms, columns, correction, correction_cap)
     penalties, shared = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    return Loss(_aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens), {**metrics, **shared})
+    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    return _loss(terms, {**metrics, **weights, **shared}, outputs, columns)
 
 
 @columns(reads=_reads("log_probs", "advantages"), per="row")
@@ -132,6 +176,8 @@ def gspo(
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
     kl_kind: KLKind = "k3",
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
 ) -> Loss:
     """Group sequence policy optimisation (Zheng et al. 2025, eq. 5 to 7): one ratio a row, clipped as in PPO.
 
@@ -141,11 +187,12 @@ def gspo(
     are means over the row.
     """
     row_index = columns["row_index"]
-    ratio = _row_means(_log_ratio(outputs, columns), row_index).exp()
+    ratio = _row_means(_log_ratio(outputs, columns, correction), row_index).exp()
     advantages = _row_means(columns["advantages"], row_index)
     terms, metrics = _clipped_surrogate(ratio, advantages, clip, clip_high)
+    terms, weights = _corrected(terms, columns, correction, correction_cap, per_row=True)
     penalties, shared = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    return Loss(terms + _row_means(penalties, row_index), {**metrics, **shared})
+    return _loss(terms + _row_means(penalties, row_index), {**metrics, **weights, **shared}, outputs, columns)
 
 
 @columns(reads=_reads("log_probs", "advantages"), per=_per)
@@ -159,17 +206,21 @@ def cispo(
     max_tokens: int | None = None,
     kl_coef: float = 0.0,
     kl_kind: KLKind = "k3",
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
 ) -> Loss:
     """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π (CISPO, MiniMax-M1 2025, eq. 4, 5): no step loses its gradient.
 
     Without ``clip_low`` there is no lower limit, as in the paper. Further metrics: ``ratio``, ``clipped``.
     """
-    ratio = _log_ratio(outputs, columns).detach().exp()
-    weight = ratio.clip(0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
-    penalties, metrics = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    terms = penalties - weight * columns["advantages"] * outputs["log_probs"]
-    metrics |= {"ratio": ratio, "clipped": (weight != ratio).float()}
-    return Loss(_aggregate(terms, columns["row_index"], aggregation, max_tokens), metrics)
+    ratio = _log_ratio(outputs, columns, correction).detach().exp()
+    bounded = ratio.clip(0.0 if clip_low is None else 1 - clip_low, 1 + clip_high)
+    penalties, shared = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
+    terms = -bounded * columns["advantages"] * outputs["log_probs"]
+    terms, weights = _corrected(terms, columns, correction, correction_cap)
+    metrics = {"ratio": ratio, "clipped": (bounded != ratio).float(), **weights, **shared}
+    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    return _loss(terms, metrics, outputs, columns)
 
 
 @columns(reads=_reads("log_probs", "advantages"), per=_per)
@@ -181,11 +232,14 @@ def reinforce(
     max_tokens: int | None = None,
     kl_coef: float = 0.0,
     kl_kind: KLKind = "k3",
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
 ) -> Loss:
     """-A log π (Williams 1992), for advantages of any estimator: actor-critic, RLOO, ReMax, V-trace."""
     penalties, metrics = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    terms = penalties - columns["advantages"] * outputs["log_probs"]
-    return Loss(_aggregate(terms, columns["row_index"], aggregation, max_tokens), metrics)
+    terms, weights = _corrected(-columns["advantages"] * outputs["log_probs"], columns, correction, correction_cap)
+    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    return _loss(terms, {**metrics, **weights}, outputs, columns)
 
 
 @columns(reads=lambda params: ("returns",) if params["clip"] is None else ("values", "returns"))
@@ -210,3 +264,29 @@ def cross_entropy(outputs: Tensors, columns: Tensors) -> Loss:
     """-log π of every action step: supervised fine-tuning. Metric: ``nll``."""
     terms = -outputs["log_probs"]
     return Loss(terms, {"nll": terms.detach()})
+
+
+@columns(
+    reads=lambda params: (*params["functions"][0].reads, "demonstrated"),
+    per=lambda params: params["functions"][0].per,
+)
+def with_demonstrations(outputs: Tensors, columns: Tensors, functions: tuple[Fn], coef: float) -> Loss:
+    """A policy loss on sampled rows and ``coef`` times the cross-entropy on rows that are ``demonstrated`` (PPO-ptx of
+    Ouyang et al. 2022), in one minibatch: one optimizer step sees both gradients.
+
+    A demonstration's token weighs ``coef`` times what a sampled one weighs; a row, if the loss is per row, ``coef`` times a
+    row. ``functions``: the policy loss. Further metric: ``demonstration_nll``.
+    """
+    (loss,) = functions
+    row_index, rows = columns["row_index"], ~columns["demonstrated"]
+    steps = rows[row_index]
+    sampled: Loss = loss({name: x[steps] for name, x in outputs.items()}, _kept(columns, steps, rows))
+    nll = -outputs["log_probs"][~steps]
+    imitation = nll if loss.per == "step" else _row_means(nll, row_index[~steps])
+    metrics = {**sampled.metrics, "demonstration_nll": nll.detach()}
+    return sampled._replace(terms=torch.cat([sampled.terms, coef * imitation]), metrics=metrics)
+
+
+def _kept(columns: Tensors, steps: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    on_rows = {name for name in columns if name in FIELDS and FIELDS[name].axis == "row"}
+    return {name: x[rows if name in on_rows else steps] for name, x in columns.items()}

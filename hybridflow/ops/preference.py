@@ -2,7 +2,7 @@
 
     loss = dpo.bind(beta=0.1)
     columns = {"ref_log_probs": ref, "row_index": rows, "preferred": preferred, "group_id": pairs}
-    terms, metrics, _ = loss({"log_probs": new}, columns)
+    terms, metrics, *_ = loss({"log_probs": new}, columns)
 
 Two rows of one ``group_id`` are a pair, one of them ``preferred``; losses per group get pairs whole, row by row. Columns of
 time are packed over the action steps [N], ``row_index`` [N] says the row of each; row columns are [R]; P = R / 2 pairs. The

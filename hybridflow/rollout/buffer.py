@@ -14,7 +14,7 @@ from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.seeding import generator
 
-__all__ = ["Buffer", "Fifo", "Replay", "ReplayConfig"]
+__all__ = ["Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
 
 
 class Buffer(Protocol):
@@ -50,6 +50,38 @@ class Fifo:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self._queue, self.num_dropped = deque(state["queue"]), state["num_dropped"]
+
+
+class InformativeGroups:
+    """The groups (rows of equal ``group_id``) whose ``scores`` differ, of everything that was added since the last sample.
+
+    Equal scores say nothing about which response is better. Rows without action steps don't count, and a group that lost
+    one to a failed scorer has lost all of them. Between the steps of a run it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Batch] = []
+        self.num_groups = 0
+
+    def add(self, batch: Batch, version: int, /) -> None:
+        ids, groups = batch["group_id"], dict[Any, set[float]]()
+        acting = np.bincount(batch.ragged("response_mask").row_index, batch.ragged("response_mask").values, len(batch)) > 0
+        for key, score, acts in zip(ids.tolist(), batch["scores"].tolist(), acting, strict=True):
+            groups.setdefault(key, set()).update({score} if acts else ())
+        kept = {key for key, scores in groups.items() if len(scores) > 1}
+        self.num_groups += len(kept)
+        self._kept += [batch.rows(np.array([key in kept for key in ids.tolist()], bool))] if kept else []
+
+    def sample(self, version: int, /) -> Batch | None:
+        """All kept groups, which are then forgotten; None if there is none."""
+        kept, self._kept, self.num_groups = self._kept, [], 0
+        return Batch.concat(kept) if kept else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self._kept, self.num_groups = [], 0
 
 
 class ReplayConfig(Config):

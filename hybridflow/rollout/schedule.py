@@ -1,24 +1,30 @@
 """A schedule decides who calls rollout and learn, and when."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
-from hybridflow.rollout.buffer import Buffer
+from hybridflow.rollout.buffer import Buffer, InformativeGroups
 
-__all__ = ["Schedule", "Source", "Synchronous"]
+__all__ = ["Draw", "DynamicSampling", "Schedule", "Source", "Synchronous"]
 
 Source = Callable[[int], Batch]
 """step (from 1) -> what ``rollout`` starts from; a pure function, so resuming needs no position"""
 
+Draw = Callable[[int, int], Batch]
+"""(number of the first prompt, how many) -> what ``rollout`` starts from; a pure function too"""
+
 
 class Schedule(Protocol):
-    """``version`` counts the updates of the learner."""
+    """``version`` counts the updates of the learner. ``metrics``: numbers of the schedule's own about the last step."""
 
     version: int
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None: ...
+    def metrics(self) -> dict[str, float]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class Synchronous:
@@ -37,3 +43,51 @@ class Synchronous:
                 learned = algorithm.learn(batch)
                 self.version += 1
         return learned
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.version = state["version"]
+
+
+class DynamicSampling:
+    """Roll out until ``num_prompts`` groups have scores that differ, then learn from those (DAPO, Yu et al. 2025, 3.2).
+
+    The buffer keeps the groups that say something; what is missing is refilled with the next prompts, at most
+    ``max_refills`` times a step, so a step never takes a prompt twice or leaves one out. If groups are still missing, fewer
+    are learned from; without any, the step is over.
+    """
+
+    def __init__(self, draw: Draw, buffer: InformativeGroups, num_prompts: int, max_refills: int) -> None:
+        self.draw, self.buffer, self.num_prompts, self.max_refills = draw, buffer, num_prompts, max_refills
+        self.version = self.num_drawn = 0
+        self._metrics: dict[str, float] = {}
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The batch that was learned from; None if no group had scores that differ."""
+        before, rollouts, missing = self.num_drawn, 0, self.num_prompts
+        while missing and rollouts <= self.max_refills:
+            self.buffer.add(algorithm.rollout(self.draw(self.num_drawn, missing)), self.version)
+            self.num_drawn += missing
+            rollouts, missing = rollouts + 1, self.num_prompts - self.buffer.num_groups
+        drawn = self.num_drawn - before
+        self._metrics = {"refills": rollouts - 1, "groups_drawn": drawn, "groups_dropped": drawn - self.buffer.num_groups}
+        batch = self.buffer.sample(self.version)
+        if batch is None:
+            return None
+        self.version += 1
+        return algorithm.learn(batch)
+
+    def metrics(self) -> dict[str, float]:
+        """``refills``, ``groups_drawn`` and ``groups_dropped`` of the last step."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "num_drawn": self.num_drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.version, self.num_drawn = state["version"], state["num_drawn"]

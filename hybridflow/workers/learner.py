@@ -26,6 +26,7 @@ from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.fields import FIELDS
 from hybridflow.core.roles import Fn, Loss, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
+from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
 
@@ -84,17 +85,21 @@ class Learner:
         written = {name: np.zeros(units.num_steps, np.float32) for name in loss.writes}
         for epoch in range(self.plan.epochs):
             order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
-            for index in np.array_split(order, self.plan.minibatches):
-                self._minibatch(units.rows(index), loss, written)
+            for number, index in enumerate(np.array_split(order, self.plan.minibatches)):
+                drift = self._minibatch(units.rows(index), loss, written)
+                if epoch == number == 0 and drift:
+                    self._observe_drift(torch.cat(drift).double())
         self.version += 1
         return units.time_columns(written)
 
-    def _minibatch(self, units: _Units, loss: Fn, written: Mapping[str, np.ndarray]) -> None:
+    def _minibatch(self, units: _Units, loss: Fn, written: Mapping[str, np.ndarray]) -> list[Tensor]:
+        """One optimizer step; the drift of its parts."""
         if len(units) == 0:
             self.context.metrics.add("updates_skipped", 1)
-            return
+            return []
         normaliser = {"step": units.num_actions, "row": len(units.batch), "group": len(units)}[loss.per]
         self.optimizer.zero_grad()
+        drift: list[Tensor] = []
         for index in plan_microbatches(units.lengths, self.plan.token_budget):
             micro = units.rows(index)
             result = self._loss(micro.batch, loss)
@@ -102,9 +107,11 @@ class Learner:
             self._check_finite(float(total.detach()), f"loss {loss.name}", micro.batch)
             total.backward()  # type: ignore[no-untyped-call]
             self._observe(result, loss)
+            drift += [] if result.drift is None else [result.drift]
             for name, values in written.items():
                 values[micro.places] = result.columns[name].float().cpu().numpy()
         self._step(units.batch, loss)
+        return drift
 
     def _loss(self, batch: Batch, loss: Fn) -> Loss:
         columns = action_columns(batch, next(self.model.parameters()).device)
@@ -116,6 +123,14 @@ class Learner:
         metrics = {"loss": result.terms.detach(), **result.metrics}
         for name, values in metrics.items():
             self.context.metrics.add(name, float(values.sum()), values.numel())
+
+    def _observe_drift(self, drift: Tensor) -> None:
+        """How far the learner is from the policy that sampled, before an update changes it: [N] differences of
+        log-probabilities, and the share of samples that are left when each weighs π_learner / π_sampled."""
+        weights, metrics = drift.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), self.context.metrics
+        metrics.add("mismatch", float(drift.abs().sum()), len(drift))
+        metrics.maximum("mismatch_max", float(drift.abs().max()))
+        metrics.add("effective_samples", float(weights.sum() ** 2 / (weights**2).sum()), len(drift))
 
     def _step(self, batch: Batch, loss: Fn) -> None:
         norm = self.optimizer.clip()

@@ -6,18 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.core.batch import Batch, Ragged, objects
-from hybridflow.core.roles import chain
+from hybridflow.core.roles import chain, renamed
 from hybridflow.ops.advantages import (
     discounted_returns,
     gae,
     greedy_baseline,
+    group_baseline,
     group_centred,
+    group_counts,
     kl_into_scores,
     kl_penalty,
+    lagrangian,
     leave_one_out,
     n_step_returns,
+    normalise_scores,
     overlong_penalty,
     score_rewards,
+    teacher_rewards,
     v_trace,
     whiten,
 )
@@ -37,9 +42,16 @@ ESTIMATORS = [
     group_centred.bind(scale="none"),
     leave_one_out.bind(),
     greedy_baseline.bind(),
+    group_baseline.bind(),
+    normalise_scores.bind(),
+    normalise_scores.bind(mean=0.5, std=2.0),
+    teacher_rewards.bind(),
+    lagrangian.bind(multiplier=0.5),
+    renamed(gae.bind(gamma=0.9, lam=0.8), {"values": "cost_values", "advantages": "cost_advantages"}),
 ]
 GROUPED = [group_centred.bind(scale="std"), group_centred.bind(scale="none"), leave_one_out.bind()]
-TIME = ("rewards", "values", "log_probs", "ref_log_probs", "learner_log_probs", "advantages")
+TIME = ("rewards", "values", "log_probs", "ref_log_probs", "learner_log_probs", "teacher_log_probs", "advantages")
+TIME += ("cost_values", "cost_advantages")
 ROW = ("scores", "greedy_scores", "bootstrap_values")
 
 each_estimator = pytest.mark.parametrize("fn", ESTIMATORS, ids=lambda fn: f"{fn.name}-{len(fn.params)}")
@@ -182,6 +194,121 @@ def test_greedy_baseline_is_reward_to_go_minus_the_greedy_score():
     assert rows_of(greedy_baseline(batch)["advantages"]) == [[0, 0.5, 1]]
     from_score = chain(score_rewards.bind(), greedy_baseline.bind())(batch)
     assert rows_of(from_score["advantages"]) == [[0, 1, 1]]
+
+
+# --- one batch of reference values for every estimator ---
+
+REWARDS = [[0, 0, 0, 1], [0, 0, 0.5, 0], [0, 0, 0, 0], [0, 2, 0, 0]]
+MASKS = [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]]  # the hole in the third row is a tool's token
+VALUES = [[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0], [0.5, 9, 0.1, 0.2], [0.3, 0.6, 0, 0]]
+
+
+def reference_batch():
+    return batch_of(
+        MASKS,
+        rewards=REWARDS,
+        values=VALUES,
+        scores=[1.0, 0.5, 0.0, 2.0],
+        greedy_scores=[0.5, 0.5, 0.0, 1.0],
+        group_id=["a", "a", "b", "b"],
+        terminated=[True] * 4,
+        bootstrap_values=[7.0] * 4,
+    )
+
+
+def test_reference_values_of_gae():
+    returns = rows_of(gae(reference_batch(), gamma=0.9, lam=0.8)["returns"])
+    np.testing.assert_allclose(returns[0], [0.485453, 0.62424, 0.792, 1], atol=1e-6)
+    np.testing.assert_allclose(returns[3], [1.548, 2, 0, 0], atol=1e-6)
+
+
+def test_credit_passes_over_a_tool_s_token():
+    without = reference_batch().rows([2])
+    steps = [0, 2, 3]
+    closed = batch_of([[1, 1, 1]], rewards=[[0, 0, 0]], values=[[0.5, 0.1, 0.2]], terminated=[True], bootstrap_values=[7.0])
+    for name, column in gae(without, gamma=0.9, lam=0.8).items():
+        assert column[0][steps].tolist() == gae(closed, gamma=0.9, lam=0.8)[name][0].tolist()
+        assert column[0][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (group_centred.bind(scale="std"), [2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5]),
+        (group_centred.bind(scale="none"), [0.25, -0.25, -1, 1]),
+        (leave_one_out.bind(), [0.5, -0.5, -2, 2]),
+        (chain(score_rewards.bind(), greedy_baseline.bind()), [0.5, 0, 0, 1]),
+    ],
+    ids=["grpo", "dr_grpo", "rloo", "remax"],
+)
+def test_reference_values_of_methods_that_compare_responses(fn, expected):
+    batch = reference_batch()
+    advantages = fn(batch)["advantages"]
+    mask = np.array(MASKS, bool)
+    np.testing.assert_allclose(advantages.padded()[mask], np.repeat(expected, mask.sum(1)), atol=2e-6)
+
+
+def test_groups_of_one_get_zero_and_are_counted():
+    batch = batch_of([[1]] * 4, scores=[1.0, 0.0, 1.0, 0.5], group_id=["a", "a", "b", "c"])
+    for fn in GROUPED:
+        advantages = rows_of(fn(batch)["advantages"])
+        assert advantages[0][0] > 0 and advantages[1][0] < 0 and advantages[2:] == [[0], [0]]
+    assert group_counts(batch) == {"groups": 3, "groups_of_one": 2, "groups_with_equal_scores": 0}
+    equal = batch_of([[1], [1], [0], [1]], scores=[1.0, 1.0, 2.0, 3.0], group_id=[0, 0, 1, 1])
+    assert group_counts(equal) == {"groups": 2, "groups_of_one": 1, "groups_with_equal_scores": 1}
+    assert set(group_counts(batch.rows([])).values()) == {0}
+
+
+NEAR_CONSTANT = [
+    [1, 1.00001, 1.00002],
+    [0.95] * 7 + [0.95 - 1e-8],
+    [1e6, 1e6 + 1],
+    [0.95] * 7 + [np.nextafter(np.float32(0.95), 0)],
+]
+
+
+@pytest.mark.parametrize("scores", NEAR_CONSTANT, ids=range(4))
+def test_nearly_constant_groups_equal_the_two_pass_answer_in_float64(scores):
+    batch = batch_of([[1]] * len(scores), scores=scores, group_id=[0] * len(scores))
+    exact = np.array(scores, np.float32).astype(np.float64)
+    centred = exact - exact.mean()
+    expected = centred / (np.sqrt((centred**2).sum() / (len(scores) - 1)) + 1e-6)
+    advantages = group_centred(batch, scale="std")["advantages"].values
+    assert np.isfinite(advantages).all()
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-9)
+    if len(set(exact)) == 1:
+        assert not advantages.any()
+
+
+def test_normalised_scores_have_mean_zero_and_deviation_one():
+    batch = batch_of([[1], [1], [0], [1]], scores=[1.0, 3.0, 99.0, 5.0])
+    root = 1.5**0.5
+    np.testing.assert_allclose(normalise_scores(batch)["scores"], [-root, 0, 0, root], rtol=1e-6)
+    assert normalise_scores(batch, mean=1.0, std=2.0)["scores"].tolist() == [0, 1, 0, 2]
+    assert not normalise_scores(batch_of([[1], [1]], scores=[7.0, 7.0]))["scores"].any()
+
+
+def test_group_baseline_by_hand():
+    batch = batch_of([[1], [1], [0], [1]], scores=[1.0, 3.0, 99.0, 5.0], group_id=[0, 0, 0, 1])
+    assert group_baseline(batch)["scores"].tolist() == [-1, 1, 0, 0]
+
+
+def test_lagrangian_and_teacher_rewards_by_hand():
+    batch = batch_of([[1, 0, 1]], advantages=[[1, 9, 2]], cost_advantages=[[3, 9, -1]])
+    assert rows_of(lagrangian(batch, multiplier=1.0)["advantages"]) == [[-1, 0, 1.5]]
+    batch = batch_of([[1, 0, 1]], log_probs=[[-1, 9, -2]], teacher_log_probs=[[-0.5, 9, -4]])
+    assert rows_of(teacher_rewards(batch)["rewards"]) == [[0.5, 0, -2]]
+
+
+def test_renamed_estimators_work_on_the_other_columns():
+    batch = reference_batch()
+    names = {"rewards": "cost_rewards", "values": "cost_values", "bootstrap_values": "cost_bootstrap_values"}
+    names |= {"advantages": "cost_advantages", "returns": "cost_returns"}
+    others = Batch({names.get(name, name): column for name, column in batch.columns.items()}, 4)
+    fn = renamed(gae.bind(gamma=0.9, lam=0.8), names)
+    assert fn.writes == ("cost_advantages", "cost_returns") and "cost_values" in fn.reads and "values" not in fn.reads
+    expected = gae(batch, gamma=0.9, lam=0.8)
+    assert_same(fn(others), {names[name]: column for name, column in expected.items()})
 
 
 # --- rows that must not count ---

@@ -28,6 +28,30 @@ def test_unbiased_in_expectation_over_p(kind):
     torch.testing.assert_close((p.exp() * estimate_kl(p, q, kind)).sum(), expected)
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_gradients_of_the_estimators_on_four_tokens(kind):
+    """Differentiated as a loss under samples of p: k2 gives the gradient of KL(p || q) exactly, k3 that of KL(q || p)."""
+    logits = torch.tensor([0.3, -0.2, 0.1, 0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.1, 0.4, -0.3, 0.0], dtype=torch.float64).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    divergence = (p.exp() * (p - q)).sum() if kind == "k2" else (q.exp() * (q - p)).sum()
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((p.detach().exp() * estimate_kl(p, q, kind)).sum(), logits)
+    torch.testing.assert_close(estimated, exact)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_gradients_of_the_estimators_in_the_reward(kind):
+    """REINFORCE with the estimate as cost: k1 gives the gradient of KL(p || q), k3 that of KL(p || q) - KL(q || p)."""
+    logits = torch.tensor([0.3, -0.2, 0.1, 0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.1, 0.4, -0.3, 0.0], dtype=torch.float64).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    divergence = (p.exp() * (p - q)).sum() - (0 if kind == "k1" else (q.exp() * (q - p)).sum())
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    (reinforced,) = torch.autograd.grad(((p.exp() * estimate_kl(p, q, kind)).detach() * p).sum(), logits)
+    torch.testing.assert_close(reinforced, exact)
+
+
 def test_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_zero():
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     q = torch.zeros(6, dtype=torch.float64).log_softmax(-1)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.core.errors import ContractError
-from hybridflow.ops.losses import cispo, cross_entropy, gspo, ppo_clip, reinforce, value_loss
+from hybridflow.core.roles import renamed
+from hybridflow.ops.losses import cispo, cross_entropy, gspo, ppo_clip, reinforce, value_loss, with_demonstrations
 
 POLICY_LOSSES = [
     ppo_clip.bind(clip=0.2),
@@ -19,6 +20,10 @@ POLICY_LOSSES = [
     cispo.bind(clip_high=0.3, clip_low=0.2, aggregation="sequence_mean"),
     reinforce.bind(entropy_coef=0.1),
     reinforce.bind(aggregation="constant", max_tokens=16, kl_coef=0.2),
+    ppo_clip.bind(clip=0.2, correction="truncate", correction_cap=1.2, entropy_coef=0.1),
+    gspo.bind(clip=0.2, correction="mask", correction_cap=1.1),
+    cispo.bind(clip_high=0.3, correction="mask", kl_coef=0.2),
+    reinforce.bind(aggregation="sequence_mean", correction="truncate"),
 ]
 LOSSES = [*POLICY_LOSSES, value_loss.bind(), value_loss.bind(clip=0.2), cross_entropy.bind()]
 NAMES = ("log_probs", "entropy", "values")
@@ -41,6 +46,7 @@ def random_inputs(seed, num_rows=6, dtype=torch.float32):
     old = normal() - 3
     outputs = {"log_probs": old + normal(0.3), "entropy": normal().abs(), "values": normal()}
     columns = {"log_probs": old, "ref_log_probs": old + normal(0.3), "advantages": normal()}
+    columns["learner_log_probs"] = old + normal(0.3)
     columns |= {"values": normal(), "returns": normal(), "row_index": row_index}
     return {name: x.requires_grad_() for name, x in outputs.items()}, columns
 
@@ -84,7 +90,7 @@ def close(actual, expected):
 
 def test_ppo_by_hand():
     outputs, columns = policy_inputs([1.5, 1.5, 0.5, 0.5, 1.1], [1, -1, 1, -1, 2])
-    terms, metrics, _ = ppo_clip(outputs, columns, clip=0.2)
+    terms, metrics, *_ = ppo_clip(outputs, columns, clip=0.2)
     close(terms, [-1.2, 1.5, -0.5, 0.8, -2.2])
     close(metrics["clipped"], [1.0, 0, 0, 1, 0])
     close(metrics["ratio"], [1.5, 1.5, 0.5, 0.5, 1.1])
@@ -95,7 +101,7 @@ def test_ppo_by_hand():
 
 def test_clip_higher_and_dual_clip_by_hand():
     outputs, columns = policy_inputs([1.5, 5.0, 0.5], [1, -1, -1])
-    terms, metrics, _ = ppo_clip(outputs, columns, clip=0.2, clip_high=0.4, dual_clip=3.0)
+    terms, metrics, *_ = ppo_clip(outputs, columns, clip=0.2, clip_high=0.4, dual_clip=3.0)
     close(terms, [-1.4, 3.0, 0.8])
     close(metrics["clipped"], [1.0, 1, 1])
     terms.sum().backward()
@@ -105,7 +111,7 @@ def test_clip_higher_and_dual_clip_by_hand():
 def test_entropy_and_kl_terms_by_hand():
     outputs, columns = policy_inputs([1.0, 1.0], [0, 0])
     columns["ref_log_probs"] = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    terms, metrics, _ = ppo_clip(outputs, columns, clip=0.2, entropy_coef=0.1, kl_coef=2.0)
+    terms, metrics, *_ = ppo_clip(outputs, columns, clip=0.2, entropy_coef=0.1, kl_coef=2.0)
     kl = math.exp(-1)
     close(metrics["kl"], [0, kl])
     close(terms, [-0.05, -0.05 + 2 * kl])
@@ -121,7 +127,7 @@ def test_aggregations_by_hand():
 def test_gspo_by_hand():
     # ratios of the rows: sqrt(1.21 * 1) = 1.1, inside; 2, clipped to 1.3 (A > 0); 2, not clipped (A < 0)
     outputs, columns = policy_inputs([1.21, 1, 2, 2], [1, 1, 1, -1], row_index=[0, 0, 1, 2])
-    terms, metrics, _ = gspo(outputs, columns, clip=0.2, clip_high=0.3)
+    terms, metrics, *_ = gspo(outputs, columns, clip=0.2, clip_high=0.3)
     close(terms, [-1.1, -1.3, 2.0])
     close(metrics["ratio"], [1.1, 2, 2])
     close(metrics["clipped"], [0.0, 1, 0])
@@ -131,7 +137,7 @@ def test_gspo_by_hand():
 
 def test_cispo_by_hand():
     outputs, columns = policy_inputs([1.5, 0.5, 1.1], [1, 1, -2])
-    terms, metrics, _ = cispo(outputs, columns, clip_high=0.3)
+    terms, metrics, *_ = cispo(outputs, columns, clip_high=0.3)
     close(terms, [-1.3 * (-1 + math.log(1.5)), -0.5 * (-1 + math.log(0.5)), 2.2 * (-1 + math.log(1.1))])
     close(metrics["clipped"], [1.0, 0, 0])
     terms.sum().backward()  # a clipped weight keeps its gradient
@@ -141,7 +147,7 @@ def test_cispo_by_hand():
 
 def test_reinforce_by_hand():
     outputs, columns = policy_inputs([1.0, 2.0], [3, -2])
-    terms, _, _ = reinforce(outputs, columns)
+    terms, *_ = reinforce(outputs, columns)
     close(terms, [3.0, 2 * (-1 + math.log(2))])
     terms.sum().backward()
     close(outputs["log_probs"].grad, [-3.0, 2])
@@ -150,7 +156,7 @@ def test_reinforce_by_hand():
 def test_value_loss_by_hand():
     outputs = of(values=[2.0, 0.0, 1.1])
     columns = of(values=[1.0, 1.0, 1.0], returns=[3.0, 0.5, 1.0])
-    terms, metrics, _ = value_loss(outputs, columns, clip=0.5)
+    terms, metrics, *_ = value_loss(outputs, columns, clip=0.5)
     close(terms, [0.5 * 1.5**2, 0.5 * 0.5**2, 0.5 * 0.1**2])
     close(metrics["value_clipped"], [1.0, 0, 0])
     close(value_loss(outputs, columns).terms, [0.5, 0.125, 0.005])
@@ -158,7 +164,7 @@ def test_value_loss_by_hand():
 
 
 def test_cross_entropy_by_hand():
-    terms, metrics, _ = cross_entropy(of(log_probs=[-1.0, -0.25]), {})
+    terms, metrics, *_ = cross_entropy(of(log_probs=[-1.0, -0.25]), {})
     close(terms, [1.0, 0.25])
     close(metrics["nll"], [1.0, 0.25])
 
@@ -201,6 +207,123 @@ def test_gradients_are_those_of_the_terms(fn):  # cispo stops a gradient on purp
     assert torch.autograd.gradcheck(terms, tuple(outputs[name] for name in names))
 
 
+# --- definitions, differentiated by autograd in float64 ---
+
+
+def per_row(values, row_index):
+    return torch.stack([values[row_index == row].mean() for row in row_index.unique()])
+
+
+def defined(name, log_probs, entropy, c):
+    """The terms of a loss as its paper writes them, with an entropy bonus of 0.1; per step, or per row for gspo."""
+    ratio, advantages = (log_probs - c["log_probs"]).exp(), c["advantages"]
+    if name == "ppo_clip":
+        surrogate = torch.min(ratio * advantages, ratio.clip(0.8, 1.3) * advantages)
+        surrogate = torch.where(advantages < 0, torch.max(surrogate, 1.5 * advantages), surrogate)
+    elif name == "gspo":
+        ratio = per_row(log_probs - c["log_probs"], c["row_index"]).exp()
+        advantages = per_row(advantages, c["row_index"])
+        surrogate = torch.min(ratio * advantages, ratio.clip(0.9, 1.2) * advantages)
+        return -surrogate - 0.1 * per_row(entropy, c["row_index"])
+    elif name == "cispo":
+        surrogate = ratio.clip(0, 1.3).detach() * advantages * log_probs
+    else:
+        surrogate = advantages * log_probs
+    return -surrogate - 0.1 * entropy
+
+
+DEFINED = {
+    "ppo_clip": ppo_clip.bind(clip=0.2, clip_high=0.3, dual_clip=1.5, entropy_coef=0.1),
+    "gspo": gspo.bind(clip=0.1, clip_high=0.2, entropy_coef=0.1),
+    "cispo": cispo.bind(clip_high=0.3, entropy_coef=0.1),
+    "reinforce": reinforce.bind(entropy_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DEFINED)
+@quick
+@given(seed=seeds)
+def test_losses_and_gradients_equal_their_definitions(name, seed):
+    outputs, columns = random_inputs(seed, dtype=torch.float64)
+    expected = defined(name, outputs["log_probs"], outputs["entropy"], columns)
+    actual = DEFINED[name](outputs, columns).terms
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(actual.sum(), outputs), gradients(expected.sum(), outputs), rtol=1e-12, atol=1e-12)
+
+
+@quick
+@given(seed=seeds)
+def test_the_value_loss_and_its_gradient_equal_their_definition(seed):
+    outputs, columns = random_inputs(seed, dtype=torch.float64)
+    values, old, target = outputs["values"], columns["values"], columns["returns"]
+    expected = 0.5 * torch.max((values - target) ** 2, (old + (values - old).clip(-0.2, 0.2) - target) ** 2)
+    actual = value_loss.bind(clip=0.2)(outputs, columns).terms
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(actual.sum(), outputs), gradients(expected.sum(), outputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DEFINED)
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@quick
+@given(seed=seeds)
+def test_a_correction_weighs_the_loss_against_the_learner_s_own_policy(name, correction, seed):
+    outputs, columns = random_inputs(seed, dtype=torch.float64)
+    decoupled = {**columns, "log_probs": columns["learner_log_probs"]}
+    log_weight = columns["learner_log_probs"] - columns["log_probs"]
+    weight = (per_row(log_weight, columns["row_index"]) if name == "gspo" else log_weight).exp()
+    limited = weight.clip(max=1.2) if correction == "truncate" else weight * ((weight <= 1.2) & (weight >= 1 / 1.2))
+    fn = DEFINED[name].declared.bind(
+        **{**DEFINED[name].params, "entropy_coef": 0.0}, correction=correction, correction_cap=1.2
+    )
+    plain = DEFINED[name].declared.bind(**{**DEFINED[name].params, "entropy_coef": 0.0})
+    actual, expected = fn(outputs, columns), plain(outputs, decoupled).terms * limited
+    torch.testing.assert_close(actual.terms, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual.drift, outputs["log_probs"].detach() - columns["log_probs"], rtol=0, atol=0)
+    torch.testing.assert_close(actual.metrics["weight"], limited, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_without_a_mismatch_a_correction_changes_nothing(correction):
+    outputs, columns = random_inputs(3)
+    columns["learner_log_probs"] = columns["log_probs"]
+    corrected = ppo_clip(outputs, columns, clip=0.2, correction=correction)
+    assert torch.equal(corrected.terms, ppo_clip(outputs, columns, clip=0.2).terms)
+    assert not corrected.metrics["weight_cut"].any()
+
+
+# --- combinators ---
+
+
+def test_renamed_losses_read_the_other_columns():
+    outputs, columns = random_inputs(5)
+    names = {"values": "cost_values", "returns": "cost_returns"}
+    fn = renamed(value_loss.bind(clip=0.2), names)
+    others = {names.get(name, name): x for name, x in columns.items()}
+    assert (fn.reads, fn.per, fn.name) == (("cost_values", "cost_returns"), "step", "value_loss")
+    assert torch.equal(fn(outputs, others).terms, value_loss(outputs, columns, clip=0.2).terms)
+    assert torch.equal(pickle.loads(pickle.dumps(fn))(outputs, others).terms, fn(outputs, others).terms)
+
+
+@pytest.mark.parametrize(
+    "fn", [ppo_clip.bind(clip=0.2), ppo_clip.bind(clip=0.2, aggregation="sequence_mean"), gspo.bind(clip=0.1)]
+)
+def test_demonstrations_add_their_cross_entropy_and_nothing_else(fn):
+    outputs, columns = random_inputs(6)
+    mixed = with_demonstrations.bind(functions=(fn,), coef=0.5)
+    demonstrated = torch.tensor([False, True, False, False, True, False])
+    actual = mixed(outputs, {**columns, "demonstrated": demonstrated})
+    sampled, imitated = (torch.nonzero(mask)[:, 0].tolist() for mask in (~demonstrated, demonstrated))
+    nll = -pick(outputs, columns, imitated)[0]["log_probs"]
+    rows = pick(outputs, columns, imitated)[1]["row_index"]
+    expected = (
+        fn(*pick(outputs, columns, sampled)).terms.sum() + 0.5 * (nll if fn.per == "step" else per_row(nll, rows)).sum()
+    )
+    torch.testing.assert_close(actual.terms.sum(), expected)
+    torch.testing.assert_close(gradients(actual.terms.sum(), outputs), gradients(expected, outputs))
+    assert len(actual.drift) == len(columns["row_index"]) - len(nll)
+    assert mixed.per == fn.per and mixed.reads == (*fn.reads, "demonstrated")
+
+
 # --- properties ---
 
 
@@ -224,7 +347,7 @@ def test_microbatches_and_row_order_do_not_matter(fn, seed):
 @each_loss
 def test_metrics_are_detached_with_one_value_a_step_or_row(fn):
     outputs, columns = random_inputs(2)
-    terms, metrics, _ = fn(outputs, columns)
+    terms, metrics, *_ = fn(outputs, columns)
     assert len(terms) == (len(columns["row_index"]) if fn.per == "step" else 6)
     for values in metrics.values():
         assert not values.requires_grad
@@ -253,7 +376,7 @@ def test_first_on_policy_update_has_ratio_one(fn):
     outputs["log_probs"] = columns["log_probs"].clone().requires_grad_()
     if fn.name == "gspo":
         columns["advantages"] = torch.randn(6, generator=torch.Generator().manual_seed(0))[columns["row_index"]]
-    terms, metrics, _ = fn(outputs, columns)
+    terms, metrics, *_ = fn(outputs, columns)
     assert (metrics["ratio"] == 1).all()
     assert not metrics["clipped"].any()
     assert not metrics["policy_kl"].any()
