@@ -162,6 +162,12 @@ class TextParts:
     def reward(self) -> Any:
         return self._judge("reward", self.config.reward, self._reward_specs())
 
+    @cached_property
+    def examiner(self) -> Any:
+        """What evaluation asks: the task's own reward where a reward model stands in for it in training, else the reward."""
+        stands_in = self.config.reward.model is not None and self.task.reward is not None
+        return self._judge("examiner", ScorerConfig(), self._reward_specs()) if stands_in else self.reward
+
     def cost(self) -> Any:
         """A second scorer, whose scores are ``costs``."""
         return self._judge("cost", self.config.cost, self.config.cost.specs(), "costs", second=True)
@@ -210,7 +216,7 @@ class TextParts:
         assert self.held_out is not None
         batch = self.held_out.all(self.config.evaluation.limit)
         batch = self.actor.sampler.rollout(batch, self.sampling_params(self.config.evaluation.temperature))
-        batch = self.reward.score(batch)
+        batch = self.examiner.score(batch)
         scores = batch["scores"][~batch["score_failed"]].astype(np.float64)
         if not len(scores):
             raise RewardError("evaluation: the reward failed on every held-out prompt")

@@ -66,7 +66,8 @@ class ScorerConfig(Config):
     weights: tuple[float, ...] | None = None
     """one weight for each function; all 1 if not given"""
     model: str | None = None
-    """instead of functions: a reward model with the actor's tokenizer, a Hugging Face folder such as runs/reward/model"""
+    """instead of functions: a reward model with the actor's tokenizer, a Hugging Face folder such as runs/reward/model; a
+    task's own reward still scores evaluations"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
