@@ -1,17 +1,19 @@
-"""The sampler of a language model: prompts in, responses out, through the rollout engine on the learner's own weights."""
+"""The sampler of a language model: prompts in, responses out, through a rollout engine."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import nn
 
 from hybridflow.core.batch import Batch, Ragged, objects
-from hybridflow.core.roles import WorkerContext, remote
+from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
+from hybridflow.generation.vllm_engine import VLLMEngine
 
 __all__ = ["PolicySource", "TextSampler"]
 
@@ -23,8 +25,20 @@ class PolicySource(Protocol):
     version: int
 
 
+class RolloutEngine(Protocol):
+    """What draws responses: ``Engine``, or vLLM in a process of its own."""
+
+    version: int
+    num_preempted: int
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]: ...
+
+
 class TextSampler:
-    """Samples responses with ``params``; ``attach`` must come first."""
+    """Samples responses with ``params``; ``attach`` must come first.
+
+    ``max_length``: tokens of the longest prompt and response together; vLLM is started for it.
+    """
 
     def __init__(
         self,
@@ -35,21 +49,35 @@ class TextSampler:
         seed: int,
         max_slots: int,
         kv_cache_gb: float | None,
+        engine: Literal["hybridflow", "vllm"] = "hybridflow",
+        max_length: int = 0,
     ) -> None:
         self.context, self.tokenizer, self.params = context, tokenizer, params
         self.seed, self.max_slots, self.kv_cache_gb = seed, max_slots, kv_cache_gb
+        self.engine_name, self.max_length = engine, max_length
+        self.vllm: VLLMEngine | None = None
 
     def attach(self, source: PolicySource) -> None:
-        """Sample from the policy of ``source``, in place."""
+        """Sample from the policy of ``source``: its weights in place, or pushed to vLLM when its version has changed."""
         policy: Any = source.networks["policy"]
         self.source = source
-        self.engine = Engine(
-            policy.decoder,
-            seed=self.seed,
-            max_slots=self.max_slots,
-            kv_cache_gb=self.kv_cache_gb,
-            decode=self.tokenizer.decode,
-        )
+        args: dict[str, Any] = {
+            "seed": self.seed,
+            "max_slots": self.max_slots,
+            "kv_cache_gb": self.kv_cache_gb,
+            "decode": self.tokenizer.decode,
+        }
+        self.engine: RolloutEngine
+        if self.engine_name == "vllm":
+            self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
+        else:
+            self.engine = Engine(policy.decoder, **args)
+
+    @control
+    def close(self) -> None:
+        """End the process of vLLM."""
+        if self.vllm is not None:
+            self.vllm.close()
 
     @remote(
         reads=("prompt", "sample_id"),
