@@ -164,7 +164,7 @@ class TextParts:
 
     @cached_property
     def examiner(self) -> Any:
-        """What evaluation asks: the task's own reward where a reward model stands in for it in training, else the reward."""
+        """What evaluation asks: the task's own reward where a reward model replaces it in training, else the reward."""
         stands_in = self.config.reward.model is not None and self.task.reward is not None
         return self._judge("examiner", ScorerConfig(), self._reward_specs()) if stands_in else self.reward
 
