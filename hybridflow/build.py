@@ -31,7 +31,7 @@ from hybridflow.rollout.schedule import DynamicSampling, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
-__all__ = ["Parts", "Run", "build", "make_parts"]
+__all__ = ["Parts", "Run", "build", "make_algorithm", "make_objective", "make_parts"]
 
 
 class Parts(Protocol):
@@ -76,10 +76,10 @@ def build(config: RunConfig) -> Run:
         makers = {
             **parts.makers(),
             "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
-            "objective": lambda: _objective(config),
+            "objective": lambda: make_objective(config),
         }
         buffer, schedule = _buffer_and_schedule(config, parts)
-        trainer = Trainer(_algorithm(config, makers), parts.source, buffer, schedule, runtime)
+        trainer = Trainer(make_algorithm(config, makers), parts.source, buffer, schedule, runtime)
         on_error.pop_all()
     return Run(config, runtime, parts, trainer)
 
@@ -106,7 +106,7 @@ def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Sched
     return Fifo(), Synchronous()
 
 
-def _objective(config: RunConfig) -> Objective:
+def make_objective(config: RunConfig) -> Objective:
     """The policy loss, the KL and the shaping that policy-gradient methods share."""
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
     return Objective(
@@ -119,7 +119,8 @@ def _objective(config: RunConfig) -> Objective:
     )
 
 
-def _algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:
+def make_algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:
+    """The algorithm with those of the parts that its constructor names."""
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
     names = [name for name in inspect.signature(algorithm).parameters if name != "config"]
     # Scorers first: they are quick to make, and a wrong reward should not wait for a model to load.

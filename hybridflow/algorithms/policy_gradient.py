@@ -26,7 +26,7 @@ Where = Literal["loss", "reward"]
 
 UNREAD = {
     "ppo_clip": (),
-    "gspo": ("aggregation", "dual_clip"),
+    "gspo": ("dual_clip",),
     "cispo": ("clip", "dual_clip"),
     "reinforce": ("clip", "clip_high", "dual_clip"),
 }
@@ -57,6 +57,8 @@ class LossConfig(Config):
         for name in UNREAD[self.kind]:
             if getattr(self, name) is not None:
                 raise ValueError(f'kind = "{self.kind}" has no use for {name} = {getattr(self, name)}; leave {name} out')
+        if self.kind == "gspo" and self.aggregation not in (None, "sequence_mean"):
+            raise ValueError(f'kind = "gspo" is one loss per response, so aggregation = "{self.aggregation}" means nothing')
         if self.correction == "none" and self.correction_cap is not None:
             raise ValueError('correction_cap has no effect with correction = "none"; set correction, or remove it')
         return self
