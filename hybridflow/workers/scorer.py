@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.ops.kl import estimate_kl
 from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
@@ -72,7 +73,7 @@ class RewardScorer:
 
 
 class RewardModelScorer:
-    """A frozen reward model: ``scores`` of whole rows, prompt and response. It never fails."""
+    """A frozen reward model: ``scores`` of whole rows, prompt and response. A score of NaN is a NonFiniteError."""
 
     def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, second: bool = False) -> None:
         self.context, self.token_budget, self.second = context, token_budget, second
@@ -85,6 +86,8 @@ class RewardModelScorer:
     )
     def score(self, batch: Batch, /) -> Batch:
         scores = score_rows(self.model, batch, self.token_budget)
+        if not np.isfinite(scores).all():
+            raise NonFiniteError(f"the reward model gives row {int((~np.isfinite(scores)).argmax())} no finite score")
         exact = scores.astype(np.float64)
         self.context.metrics.add("mean", exact.sum(), len(exact))
         self.context.metrics.add("std", exact.std() if len(exact) else 0.0)
