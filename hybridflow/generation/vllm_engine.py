@@ -396,7 +396,11 @@ class _Process:
 
     def _ended(self, verb: str) -> UserError:
         """What its log says last, when it has ended by itself."""
-        code = self._popen.wait(timeout=30)
+        try:
+            code = self._popen.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # it failed, and hangs in its exit hooks
+            self._popen.kill()
+            code = self._popen.wait(timeout=30)
         lines = self._log.read_text(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "nothing")
         self.close()
