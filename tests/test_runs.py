@@ -81,6 +81,16 @@ TEXT = {
     "grpo-bf16-kl": with_keys(REVERSE, kl__coef=0.01, actor__dtype="bfloat16"),
     "ppo": with_keys(REVERSE, algorithm="ppo", kl={"coef": 0.05, "target": 0.01}, train__group_size=1),
     "sft": with_keys(REVERSE, algorithm="sft", train__group_size=None),
+    "adaptive-kl-in-the-loss": with_keys(REVERSE, kl={"coef": 0.1, "target": 0.01, "horizon": 100}),
+    "running-scores": with_keys(REVERSE, algorithm="remax", shaping={"normalise": "running"}),
+    "dynamic-sampling": with_keys(REVERSE, train__max_refills=2, loss={"correction": "truncate"}),
+    "safe-rlhf": with_keys(
+        REVERSE,
+        algorithm="safe_rlhf",
+        safe_rlhf={"budget": 0.2, "ptx_coef": 0.1},
+        kl={"coef": 0.1},
+        cost={"functions": ["hybridflow.data.task_rewards:exact"]},
+    ),
 }
 ENVIRONMENTS = {
     "ppo-cartpole": CARTPOLE,

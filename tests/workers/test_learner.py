@@ -7,6 +7,7 @@ import torch
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.roles import Fn, Loss, WorkerContext, columns
+from hybridflow.core.seeding import generator
 from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.policy import TextCritic, TextPolicy
 from hybridflow.models.spec import DecoderSpec
@@ -137,6 +138,23 @@ def test_first_update_has_ratio_one() -> None:
     means = one.context.metrics.values()
     assert means["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert means["clipped"] == 0.0
+
+
+@pytest.mark.parametrize("token_budget", [4096, 40, 8])
+def test_the_mismatch_with_the_sampler_is_measured_before_the_first_step(token_budget: int) -> None:
+    one = learner(plan=UpdatePlan(minibatches=2, epochs=2, token_budget=token_budget))
+    data = batch()
+    own = one.compute_log_probs(data)["learner_log_probs"]
+    mask = data.ragged("response_mask").values
+    order = generator(1, "minibatch", 0, 0).permutation(8)[:4]
+    rows = np.isin(own.row_index[mask], order)  # the first minibatch is all that the old weights have seen
+    drift = (own.values - data.ragged("log_probs").values)[mask][rows].astype(np.float64)
+    one.update(data, ppo_clip.bind(clip=0.2))
+    values, weights = one.context.metrics.values(), np.exp(drift)
+    assert values["mismatch"] == pytest.approx(np.abs(drift).mean(), rel=1e-5)
+    assert values["mismatch_max"] == pytest.approx(np.abs(drift).max(), rel=1e-5)
+    assert values["effective_samples"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / len(weights), rel=1e-5)
+    assert 0 < values["effective_samples"] < 1
 
 
 def test_an_update_moves_only_what_is_not_frozen() -> None:

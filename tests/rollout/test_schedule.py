@@ -1,0 +1,97 @@
+"""Dynamic sampling: which prompts are dealt, which groups are learned from, and when it gives up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.roles import Algorithm
+from hybridflow.rollout.buffer import InformativeGroups
+from hybridflow.rollout.schedule import DynamicSampling
+
+
+def draw(first: int, num_prompts: int) -> Batch:
+    groups = np.repeat(np.arange(first, first + num_prompts), 2)
+    return Batch({"group_id": groups, "sample_id": 2 * first + np.arange(2 * num_prompts)})
+
+
+class Recorder(Algorithm):
+    """Rolls out scores that differ in every ``period``-th group; remembers what it saw."""
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+        self.dealt: list[int] = []
+        self.learned: list[list[int]] = []
+
+    def rollout(self, source: Batch) -> Batch:
+        groups, last = source["group_id"], source["sample_id"] % 2
+        self.dealt += groups[::2].tolist()
+        mask = Ragged(np.ones(len(groups), bool), np.ones(len(groups), np.int64))
+        return source.with_columns(scores=(last * (groups % self.period == 0)).astype(np.float32), response_mask=mask)
+
+    def learn(self, batch: Batch) -> Batch:
+        self.learned.append(batch["group_id"][::2].tolist())
+        return batch
+
+
+def sampling(num_prompts: int, max_refills: int) -> DynamicSampling:
+    return DynamicSampling(draw, InformativeGroups(), num_prompts, max_refills)
+
+
+def steps(schedule: DynamicSampling, algorithm: Recorder, count: int) -> list[Batch | None]:
+    return [schedule.step(number, algorithm, lambda step: draw(step, 1), schedule.buffer) for number in range(count)]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    period=st.integers(1, 5), num_prompts=st.integers(1, 6), max_refills=st.integers(1, 4), resumed_after=st.integers(0, 4)
+)
+def test_no_prompt_is_skipped_or_repeated(period: int, num_prompts: int, max_refills: int, resumed_after: int) -> None:
+    schedule, algorithm = sampling(num_prompts, max_refills), Recorder(period)
+    steps(schedule, algorithm, resumed_after)
+    other = sampling(num_prompts, max_refills)
+    other.load_state_dict(schedule.state_dict())
+    steps(other, algorithm, 5 - resumed_after)
+    assert algorithm.dealt == list(range(len(algorithm.dealt))) and len(algorithm.dealt) == other.num_drawn
+    assert [group for batch in algorithm.learned for group in batch] == [g for g in algorithm.dealt if g % period == 0]
+    assert all(len(batch) <= num_prompts for batch in algorithm.learned) and other.version == len(algorithm.learned)
+
+
+def test_what_is_missing_is_refilled_and_counted() -> None:
+    schedule, algorithm = sampling(num_prompts=4, max_refills=9), Recorder(2)
+    steps(schedule, algorithm, 1)
+    assert algorithm.learned == [[0, 2, 4, 6]]  # 0 to 3 gave two, 4 and 5 one more, 6 the last
+    assert schedule.metrics() == {"refills": 2, "groups_drawn": 7, "groups_dropped": 3}
+
+
+def test_refills_end_and_a_step_without_a_signal_learns_nothing() -> None:
+    schedule, algorithm = sampling(num_prompts=4, max_refills=1), Recorder(10**6)
+    schedule.num_drawn = 1
+    assert steps(schedule, algorithm, 1) == [None]
+    assert algorithm.learned == [] and schedule.version == 0
+    assert schedule.metrics() == {"refills": 1, "groups_drawn": 8, "groups_dropped": 8}
+
+
+def test_groups_without_action_steps_or_with_equal_scores_are_dropped() -> None:
+    mask = Ragged(np.array([1, 1, 1, 1, 1, 0, 0, 0], bool), np.ones(8, np.int64))
+    scores = np.array([1, 0, 2, 2, 1, 5, 1, 0], np.float32)
+    groups = np.array(["a", "a", "b", "b", "c", "c", "d", "d"])
+    buffer = InformativeGroups()
+    buffer.add(Batch({"group_id": groups, "scores": scores, "response_mask": mask}), 0)
+    assert buffer.num_groups == 1
+    kept = buffer.sample(0)
+    assert kept is not None and kept["group_id"].tolist() == ["a", "a"]
+    assert buffer.num_groups == 0 and buffer.sample(0) is None
+
+
+@pytest.mark.parametrize("state", [{"version": 3, "num_drawn": 7}])
+def test_the_state_is_all_that_resuming_needs(state: dict[str, int]) -> None:
+    schedule = sampling(2, 1)
+    schedule.load_state_dict(state)
+    assert schedule.state_dict() == state
+    algorithm = Recorder(1)
+    steps(schedule, algorithm, 1)
+    assert algorithm.dealt == [7, 8] and schedule.version == 4
