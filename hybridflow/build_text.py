@@ -103,7 +103,6 @@ class TextParts:
             "teacher": self.teacher,
             "demonstrations": self.demonstrations,
             "greedy": lambda: self.sampling_params(0.0),
-            "max_new_tokens": lambda: self.config.generation.max_new_tokens,
         }
 
     @cached_property

@@ -31,6 +31,8 @@ __all__ = ["add_model", "algorithms", "doctor", "model", "models", "print_table"
 
 Row = Mapping[str, Any]
 
+NO_ROLES = {"config", "objective", "greedy", "demonstrations"}  # what else an algorithm's constructor takes
+
 OPTIONAL = {
     "gymnasium": ("environments (PPO and DQN on CartPole ...)", "rl"),
     "reasoning_gym": ("tasks reasoning_gym:NAME", "tasks"),
@@ -62,9 +64,7 @@ def algorithms(as_json: bool) -> None:
         {
             "algorithm": name,
             "runs on": ", ".join(method.inputs),
-            "roles": ", ".join(
-                sorted(inspect.signature(method.algorithm).parameters.keys() - {"config", "max_new_tokens"})
-            ),
+            "roles": ", ".join(sorted(inspect.signature(method.algorithm).parameters.keys() - NO_ROLES)),
             "what": method.summary,
         }
         for name, method in ALGORITHMS.items()
