@@ -349,10 +349,10 @@ def test_a_small_cache_preempts_and_changes_nothing():
     assert engine.num_preempted > 0
     ours = Engine(decoder, seed=3).generate(requests, params)
     assert [c.tokens.tolist() for c in completions] == [c.tokens.tolist() for c in ours]
-    # Every wait has a deadline, and a process that is too late is gone.
-    engine.version = 1
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=r"no sign of life for 0.001 s in load"):
-        patch.setattr(vllm_engine, "_SILENCE_S", 0.001)
+    # Every wait has a deadline, and a process that says nothing until then is gone.
+    os.kill(engine._process._popen.pid, signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=r"no sign of life for 0.5 s in generate"):
+        patch.setattr(vllm_engine, "_SILENCE_S", 0.5)
         engine.generate(requests, params)
     assert engine._process._popen.poll() == -signal.SIGKILL
     engine.close()
