@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridflow.config import FreshModel, ModelConfig, RunConfig, TrainedConfig
+from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer
@@ -64,8 +64,10 @@ def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> De
     folder = None if model.model is None else resolve(model.model)
     if folder is not None:
         spec = read_spec(folder)
+        if is_reward_model(folder) and config.algorithm != "reward_model":
+            raise ModelError(f"{folder}: holds a reward model, expected a language model; use it as reward.model")
     else:
-        assert isinstance(model, TrainedConfig) and model.fresh is not None, "validated"
+        assert isinstance(model, ActorConfig) and model.fresh is not None, "validated"
         spec = fresh_spec(model.fresh, vocab_size)
     recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
     return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
@@ -112,7 +114,7 @@ def actor_tokenizer(actor: ModelConfig, alphabet: str | None) -> Tokenizer:
 
 def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSource, vocab_size: int) -> DecoderSource:
     """The section's own model, or the actor's first weights."""
-    if model.model is None and (not isinstance(model, TrainedConfig) or model.fresh is None):
+    if model.model is None:
         model = config.actor.model_copy(update=model.model_dump(include={"dtype", "activation_checkpointing"}))
     source = decoder_source(model, config, vocab_size)
     if source.spec.vocab_size != actor.spec.vocab_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ class PairParts:
 
     def makers(self) -> Mapping[str, Callable[[], Any]]:
         return {"actor": lambda: self.actor, "reference": lambda: self.reference}
+
+    def start_from(self, folder: Path) -> None:
+        """Let the actor be what a run exported; the reference stays as configured. To be called before the actor is made."""
+        self.decoder = replace(self.decoder, folder=folder)
 
     @cached_property
     def actor(self) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_parts
+from hybridflow.build_pairs import PairParts
 from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.config import apply_overrides, read_toml
@@ -23,6 +25,8 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
     runtime = LocalRuntime()
     try:
         parts = make_parts(config, runtime)
+        if isinstance(parts, PairParts) and source.is_dir():
+            parts.start_from(source / "model")
         if parts.evaluate is None:
             raise UserError(f"{source}: nothing to evaluate with: give data.eval_prompts (or a task) and reward.functions")
         result = parts.evaluate()
@@ -38,12 +42,14 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
 
 
 def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own configuration, with the model that it exported; a reference stays what it was."""
+    """The run's own configuration, with the model that it exported."""
     if not (run / "model").is_dir():
         raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
     data = read_toml(run / "config.toml")
-    if "reference" in data and not {"model", "fresh"} & data["reference"].keys():
-        data["reference"] |= {key: data["actor"][key] for key in ("model", "fresh") if key in data["actor"]}
+    if (
+        ALGORITHMS[data["algorithm"]].records == "pairs"
+    ):  # the reference is the actor's first model; see PairParts.start_from
+        return validate(apply_overrides(data, overrides), str(run / "config.toml"))
     actor = {key: value for key, value in data["actor"].items() if key != "fresh"}
     data["actor"] = {**actor, "model": str(run / "model")}
     return validate(apply_overrides(data, overrides), str(run / "config.toml"))
