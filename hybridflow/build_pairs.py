@@ -71,7 +71,7 @@ class PairParts:
         return {"actor": lambda: self.actor, "reference": lambda: self.reference}
 
     def start_from(self, folder: Path) -> None:
-        """Let the actor be what a run exported; the reference stays as configured. To be called before the actor is made."""
+        """Let the actor be what a run exported; the reference stays as configured. Call it before the actor is made."""
         self.decoder = replace(self.decoder, folder=folder)
 
     @cached_property
