@@ -28,6 +28,9 @@ SHORT = {
     "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
     "grpo_addition.toml": ["--train.steps", "2", "--evaluation.limit", "10"],
     "custom.toml": ["--train.steps", "1"],
+    "rank": ["--count", "40"],
+    "dpo.toml": ["--train.steps", "2"],
+    "reward_model.toml": ["--train.steps", "2"],
     "bench": ["--prompts", "1", "--new-tokens", "4"],
     "ppo_addition.toml": ["--train.steps", "1", "--train.prompts_per_step", "4", "--evaluation.limit", "2"],
 }
