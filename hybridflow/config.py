@@ -75,15 +75,20 @@ class ModelConfig(Config):
 
 
 class TrainedConfig(ModelConfig):
-    """Keys of ``[actor]`` and ``[critic]``."""
+    """Keys of ``[critic]``, and more of ``[actor]``."""
 
-    fresh: FreshModel | None = None
-    """instead of model: a decoder from random weights"""
     net: NetConfig = NetConfig()
     """for environments: the network"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class ActorConfig(TrainedConfig):
+    """Keys of ``[actor]``."""
+
+    fresh: FreshModel | None = None
+    """instead of model: a decoder from random weights; critic and reference start from the same"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -185,7 +190,7 @@ class RunConfig(Config):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     shaping: ShapingConfig = ShapingConfig()
-    actor: TrainedConfig = TrainedConfig()
+    actor: ActorConfig = ActorConfig()
     critic: TrainedConfig = TrainedConfig()
     reference: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from hybridflow import checkpoint
@@ -66,6 +67,7 @@ class Reporter:
 def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]:
     """The first ``count`` responses as plain data."""
     shown = batch.rows(range(min(count, len(batch))))
+    scored = ~shown["score_failed"] if "scores" in shown else np.zeros(len(shown), bool)
     versions = [int(version.max(initial=0)) for version in shown.ragged("policy_version")]
     return [
         {
@@ -73,7 +75,7 @@ def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]
             "group_id": shown["group_id"][i].item(),
             "prompt": shown["prompt_text"][i],
             "response": shown["response"][i],
-            "score": None if shown["score_failed"][i] else float(shown["scores"][i]),
+            "score": float(shown["scores"][i]) if scored[i] else None,
             "policy_version": versions[i],
         }
         for i in range(len(shown))

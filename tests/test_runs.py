@@ -171,6 +171,15 @@ def test_how_work_is_split_does_not_change_what_is_learned(keys: dict[str, Any])
         torch.testing.assert_close(tensor, split[name], rtol=0, atol=1e-6)
 
 
+def test_distilling_needs_no_reward(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "12>"}\n{"prompt": "34>"}\n')
+    data = with_keys(REVERSE, algorithm="distill", actor={"model": str(tiny_model)}, teacher={"model": str(tiny_model)})
+    out = run(with_keys(data, data={"prompts": str(tmp_path / "prompts.jsonl")}, evaluation=None), tmp_path / "run")
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [sample["score"] for sample in samples] == [None] * len(samples) != []
+    assert records(out)[0]["teacher/kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_the_seed_decides() -> None:
     one, same, other = learned(REVERSE), learned(REVERSE), learned(REVERSE, seed=2)
     assert all(torch.equal(one[name], same[name]) for name in one)

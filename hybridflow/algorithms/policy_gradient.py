@@ -188,10 +188,10 @@ class Objective:
         return {} if self.kl.target is None else {"kl_coef": self.kl.coef}
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """After a step: steer the coefficient of the KL, remember the scores."""
-        if self.kl.coef > 0:
+        """After a step: steer the coefficient of the KL, remember the scores. What was not measured changes nothing."""
+        if "reference/kl" in metrics:
             self.kl.update(metrics["reference/kl"], self.samples_per_step)
-        if self.shaping.normalise == "running":
+        if "reward/mean" in metrics:
             self.scores_seen.add(metrics["reward/mean"], metrics["reward/std"])
 
     def state_dict(self) -> dict[str, Any]:

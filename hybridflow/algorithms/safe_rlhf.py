@@ -106,11 +106,12 @@ class SafeRLHF(PolicyGradient):
         return {**super().metrics(), "lambda": math.exp(self.log_lambda)}
 
     def observe(self, metrics: Mapping[str, float], /) -> None:
-        """Gradient ascent on λ (J_C - d), in log λ so that λ stays above 0."""
+        """Gradient ascent on λ (J_C - d), in log λ so that λ stays above 0; nothing if no response had a cost."""
         super().observe(metrics)
         self.num_updates += 1
-        step = self.config.lambda_lr * math.exp(self.log_lambda) * (metrics["cost/mean"] - self.config.budget)
-        self.log_lambda = min(self.log_lambda + step, math.log(self.config.lambda_max))
+        if "cost/mean" in metrics:
+            step = self.config.lambda_lr * math.exp(self.log_lambda) * (metrics["cost/mean"] - self.config.budget)
+            self.log_lambda = min(self.log_lambda + step, math.log(self.config.lambda_max))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "log_lambda": self.log_lambda, "num_updates": self.num_updates}
