@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import REVERSE, Outcome, with_keys
 from test_bad_input import _toml as to_toml_text
@@ -208,3 +209,22 @@ def test_reward_models_that_cannot_judge_are_told(hybridflow: Program, tmp_path:
         outcome = hybridflow("train", tmp_path / "run.toml")
         assert outcome.code == 2 and message in outcome.err and len(outcome.err.splitlines()) == 1, outcome
         assert not (tmp_path / "run").exists()
+
+
+def test_one_model_as_reward_and_another_as_cost(tmp_path: Path) -> None:
+    """The cost prefers few sevens, so the two are opposed."""
+    digits = [f"{i}{j}" for i in range(10) for j in range(3)]
+    good = [{"prompt": f"{d}>", "chosen": f"7{d[0]}7", "rejected": d} for d in digits]
+    folders = []
+    for name, rows in (("reward", good), ("cost", [{**r, "chosen": r["rejected"], "rejected": r["chosen"]} for r in good])):
+        data = {**PAIRS, "algorithm": "reward_model", "data": {"pairs": pairs_file(tmp_path, *rows)}}
+        folders.append(str(run(with_keys(data, train={"steps": 15, "prompts_per_step": 16}), tmp_path / name) / "model"))
+    scorers = {"reward": {"model": folders[0]}, "cost": {"model": folders[1]}}
+    policy = {**REVERSE, "algorithm": "safe_rlhf", **scorers}
+    assert np.isfinite(records(run(policy, tmp_path / "run"))[-1]["cost/mean"])
+    made = build(validate({**policy, "run_dir": "unused"}, "test"))
+    try:
+        batch = made.trainer.algorithm.rollout(made.parts.source(1))
+    finally:
+        made.runtime.stop()
+    assert np.corrcoef(batch["scores"], batch["costs"])[0, 1] < -0.5 and not batch["score_failed"].any()

@@ -106,7 +106,8 @@ def load_pairs(config: DataConfig) -> tuple[list[PairRecord], list[PairRecord]]:
 def read_pairs(path: Path, prompt_field: str = "prompt") -> list[PairRecord]:
     """Read .jsonl, .csv or .parquet with the columns of the prompt, ``chosen``, ``rejected`` and maybe ``margin``.
 
-    DataError names the file, the row (for JSONL the line), what was found and what was expected.
+    A response is a text, or a list of one assistant's message. DataError names the file, the row (for JSONL the line), what
+    was found and what was expected.
     """
     records = [_record(row, where, prompt_field) for where, row in read_rows(path)]
     if not records:
@@ -116,12 +117,21 @@ def read_pairs(path: Path, prompt_field: str = "prompt") -> list[PairRecord]:
 
 def _record(row: Mapping[str, Any], where: str, prompt_field: str) -> PairRecord:
     prompt = prompt_of(row, where, prompt_field)
-    chosen, rejected = text_of(row, where, "chosen"), text_of(row, where, "rejected")
+    chosen, rejected = (text_of({**row, **_spoken(row, name)}, where, name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(
             f"{where}: chosen and rejected are the same text, {chosen[:60]!r}; nothing is preferred, remove the row"
         )
     return PairRecord(prompt, chosen, rejected, _margin(row.get("margin"), where))
+
+
+def _spoken(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A response that is a list of one assistant's message stands for its content."""
+    match row.get(name):
+        case [{"role": "assistant", "content": content}]:
+            return {name: content}
+        case _:
+            return {}
 
 
 def _margin(value: Any, where: str) -> float | None:

@@ -78,7 +78,8 @@ class TextReward(nn.Module):
         """``scores`` [B], fp32."""
         tokens = batch.ragged("tokens")
         last = torch.tensor(tokens.offsets[1:] - 1, device=self.score.device)
-        return {"scores": (hidden_states(self.decoder, tokens)[last] @ self.score[0]).float()}
+        # In fp32 whatever the dtype of the weights: bf16 has 256 numbers between 2 and 4, so scores would often tie.
+        return {"scores": hidden_states(self.decoder, tokens)[last].float() @ self.score[0].float()}
 
 
 def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:

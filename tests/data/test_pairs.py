@@ -96,6 +96,15 @@ def test_rows_that_are_no_pairs(tmp_path: Path, row: dict, message: str) -> None
         read_pairs(path)
 
 
+def test_responses_may_be_a_list_of_one_message(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1>"}], "rejected": "2"}
+    row["chosen"] = [{"role": "assistant", "content": "1"}]
+    assert read_pairs(write(tmp_path / "p.jsonl", row)) == [PairRecord(row["prompt"], "1", "2")]
+    row["chosen"] = [*row["prompt"], *row["chosen"]]
+    with pytest.raises(DataError, match=r"p.jsonl:1: chosen is \[.*, expected a text"):
+        read_pairs(write(tmp_path / "p.jsonl", row))
+
+
 def test_empty_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is empty, expected one pair a row"):
         read_pairs(write(tmp_path / "p.jsonl"))

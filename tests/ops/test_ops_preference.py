@@ -104,7 +104,7 @@ def test_pairwise_by_hand() -> None:
 
 def test_dpo_at_the_reference_by_hand() -> None:
     """At π = π_ref the loss is log 2 and each token of a response is pushed by β / 2 (eq. 7 of the paper)."""
-    outputs, columns = pair_inputs(1)
+    _, columns = pair_inputs(1)
     same = columns["ref_log_probs"].clone().requires_grad_()
     terms = dpo({"log_probs": same}, columns, beta=0.4).terms
     assert terms.tolist() == pytest.approx([math.log(2)] * 4)

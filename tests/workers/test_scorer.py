@@ -11,12 +11,12 @@ import torch
 from test_learner import batch, decoder
 
 from hybridflow.core.batch import Batch, Ragged, objects
-from hybridflow.core.errors import RewardError
+from hybridflow.core.errors import NonFiniteError, RewardError
 from hybridflow.core.roles import WorkerContext
-from hybridflow.models.policy import TextPolicy
+from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.rollout.rewards import RewardConfig
 from hybridflow.workers.learner import Networks
-from hybridflow.workers.scorer import ModelScorer, RewardScorer
+from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 
 SOURCE = "def f(response):\n    if response == 'bad': raise ValueError('no')\n    return len(response)\n"
 
@@ -67,3 +67,63 @@ def test_a_frozen_model_gives_its_own_log_probs_and_the_kl_against_them() -> Non
     np.testing.assert_allclose(out.values[mask], expected, atol=1e-5)
     difference = out.values[mask] - data.ragged("log_probs").values[mask]
     assert scorer.context.metrics.values()["kl"] == pytest.approx((np.exp(difference) - 1 - difference).mean(), rel=1e-4)
+
+
+def test_a_frozen_model_scores_rows_that_nobody_sampled() -> None:
+    networks = Networks(lambda: {"policy": TextPolicy(decoder())}, "policy", ("tokens",))
+    scorer = ModelScorer(WorkerContext(), networks=networks, token_budget=20, sampled=False)
+    data = batch()
+    sampled = ModelScorer(WorkerContext(), networks=networks, token_budget=20).score(data)
+    out = scorer.score(data.select(("tokens", "response_mask")))
+    np.testing.assert_array_equal(out["log_probs"].values, sampled["log_probs"].values)
+    assert scorer.context.metrics.values() == {}
+
+
+def test_a_second_scorer_adds_its_failures_to_those_of_the_first(scorer: RewardScorer, tmp_path: Path) -> None:
+    (tmp_path / "g.py").write_text(SOURCE.replace("'bad'", "'worse'"))
+    config = RewardConfig(functions=(f"{tmp_path / 'g.py'}:f",), max_failed_fraction=0.4, workers=1)
+    second = RewardScorer(WorkerContext(), specs=config.specs(), config=config, second=True)
+    try:
+        data = responses(["bad", "a", "worse", "b", "c", "d"], [1, 1, 2, 2, 3, 3])
+        first = scorer.score(data)
+        out = second.score(data.with_columns(**first.columns))
+    finally:
+        second.close()
+    assert out["score_failed"].tolist() == [True, False, True, False, False, False]
+    assert [row.any() for row in out.ragged("response_mask")] == [False] * 4 + [True] * 2
+    assert second.context.metrics.values()["failed"] == 1
+
+
+def reward_model(scale: float = 1.0) -> Networks:
+    body = decoder()
+    head = fresh_score(body, torch.Generator().manual_seed(1)) * scale
+    return Networks(lambda: {"reward": TextReward(body, head)}, "reward", ("tokens",))
+
+
+def test_a_reward_model_scores_each_row_at_its_last_token_however_rows_are_split() -> None:
+    data = batch()
+    one, other = (RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=n) for n in (1, 1000))
+    scores = one.score(data)["scores"]
+    np.testing.assert_allclose(scores, other.score(data)["scores"], atol=1e-6)
+    alone = [float(one.score(data.rows([i]))["scores"][0]) for i in range(len(data))]
+    np.testing.assert_allclose(scores, alone, atol=1e-6)
+    cut = data.ragged("tokens").values.copy()
+    cut[data.ragged("tokens").offsets[1:] - 1] = 0  # another last token is another score
+    changed = one.score(data.with_columns(tokens=data.ragged("tokens").like(cut)))["scores"]
+    assert np.abs(changed - scores).max() > 1e-3
+    assert one.context.metrics.values()["mean"] != 0
+
+
+def test_a_reward_model_keeps_the_failures_of_the_scorer_before_it() -> None:
+    data = batch(3)
+    failed = np.array([True, False, False])
+    second = RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=100, second=True)
+    assert second.score(data.with_columns(score_failed=failed))["score_failed"].tolist() == [True, False, False]
+    first = RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=100)
+    assert not first.score(data)["score_failed"].any()
+
+
+def test_a_reward_model_that_gives_no_number_stops() -> None:
+    broken = RewardModelScorer(WorkerContext(), networks=reward_model(float("nan")), token_budget=100)
+    with pytest.raises(NonFiniteError, match="row 0 no finite score"):
+        broken.score(batch(2))
