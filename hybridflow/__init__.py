@@ -8,3 +8,7 @@ __version__ = "0.1.0"
 # more times slower (a step of the demo 35 s instead of 2.3 s beside one other process), and on an idle one it gains
 # nothing. OpenMP reads this once, when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Large tensors in huge pages, where the kernel leaves that to the program (Linux): fresh memory is 6 times cheaper to fill,
+# which is 10 to 15 % of a rollout and 10 % of an update, for 20 % more memory. torch reads this at its first allocation.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

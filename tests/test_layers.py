@@ -16,7 +16,7 @@ LAYERS = {
     "core": set(),
     "ops": {"core"},
     "models": {"core", "ops"},
-    "generation": {"core", "models"},
+    "generation": {"core", "models", "ops"},
     "data": {"core"},
     "rollout": {"core", "data"},
     "telemetry": {"core"},

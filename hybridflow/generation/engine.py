@@ -17,14 +17,16 @@ from torch import Tensor
 
 from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.core.seeding import uniforms
-from hybridflow.generation.attention import KVCache, StepAttention
+from hybridflow.generation.attention import Decoding, KVCache, StepAttention
 from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams
 from hybridflow.generation.sampling import sample
-from hybridflow.generation.scheduler import Admission, Scheduler, pack
+from hybridflow.generation.scheduler import Admission, Group, Scheduler
 from hybridflow.generation.table import RequestTable
-from hybridflow.models.decoder import Decoder, linear
+from hybridflow.generation.weights import RolloutWeights
+from hybridflow.models.decoder import Decoder
 from hybridflow.models.spec import DecoderSpec
+from hybridflow.ops.linear import linear
 
 __all__ = ["Engine"]
 
@@ -66,9 +68,11 @@ class Engine:
         self.version = 0
         """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0
-        """Prompt tokens that went through the decoder so far: those of waiting requests with the same prompt count once."""
+        """Prompt tokens that went through the decoder so far: a shared prompt counts once, reused tokens don't."""
         self.num_preempted = 0
         """Times that a running request had to wait again because the cache was full."""
+        self.num_reused = 0
+        """Prompt tokens whose keys and values were copied from another prompt that begins alike."""
         self.num_steps = 0
         """Forwards of the decoder so far."""
         self._flight: _Flight | None = None
@@ -93,7 +97,7 @@ class Engine:
         if not requests:
             return []
         done: dict[int, Completion] = {}
-        flight = _Flight(self, params)
+        flight = _Flight(self, params, max(limits))
         flight.table.reserve(len(requests), max(limits))
         numbers = [flight.add(request, limit) for request, limit in zip(requests, limits, strict=True)]
         while not flight.scheduler.done:
@@ -108,7 +112,7 @@ class Engine:
         """
         limit = self._checked(request, params, "")
         if self._flight is None:
-            self._flight = _Flight(self, params)
+            self._flight = _Flight(self, params, params.max_new_tokens)
         if params != self._flight.params:
             raise UserError(
                 f"add: requests with other sampling parameters are in flight: {self._flight.params}, not {params}"
@@ -172,19 +176,21 @@ def _problem(spec: DecoderSpec, prompt: IntArray, limit: int) -> str:
 class _Flight:
     """Requests that run together, with their sampling parameters and their cache."""
 
-    def __init__(self, engine: Engine, params: SamplingParams) -> None:
-        self.engine, self.decoder, self.params = engine, engine.decoder, params
+    def __init__(self, engine: Engine, params: SamplingParams, steps: int) -> None:
+        self.engine, self.params = engine, params
         budget = None if engine.kv_cache_gb is None else int(engine.kv_cache_gb * 1e9) // engine.position_bytes
         self.table = RequestTable()
         self.scheduler = Scheduler(self.table, engine.max_slots, engine.prefill_tokens, budget)
         self.stop_token_ids = np.array(params.stop_token_ids, dtype=np.int64)
         # A text of n bytes is at most n tokens; the slack is for tokens without text and for cut characters at the edge.
         self.tail = max((len(string.encode()) for string in params.stop_strings), default=0) + 8
-        weight = self.decoder.embed.weight
+        weight = engine.decoder.embed.weight
         self.device, self.version = weight.device, engine.version
+        self.last_hidden: dict[Group, Tensor] = {}
+        """of the prompts that requests still wait for to sample from: the state [1, D] after the last token"""
         with torch.inference_mode():
-            self.cache = KVCache(self.decoder.spec, weight)
-            self.kept_hidden = weight.new_empty(0, self.decoder.spec.hidden_size)
+            self.weights = RolloutWeights(engine.decoder, steps)
+            self.cache = KVCache(engine.decoder.spec, weight)
 
     def add(self, request: Request, limit: int) -> int:
         number = self.table.add(request, limit)
@@ -193,68 +199,60 @@ class _Flight:
 
     @torch.inference_mode()
     def abort(self, number: int) -> Completion:
-        self.move(*self.scheduler.remove(number))
+        self.cache.copy(self.scheduler.remove(number))
         return self.table.take(number, "abort")
 
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
         """A token for every active request -> the finished ones, by number."""
         scheduler, engine = self.scheduler, self.engine
+        preempted, reused = scheduler.num_preempted, scheduler.num_reused
         if self.version != engine.version:
-            scheduler.restart()
+            self.cache.copy(scheduler.restart())
+            self.weights.refresh()
             self.version = engine.version
-        preempted = scheduler.num_preempted
-        self.move(*scheduler.make_room())
-        engine.num_preempted += scheduler.num_preempted - preempted
+        self.cache.copy(scheduler.make_room())
         decoding = scheduler.slots.active
         admission = scheduler.admit()
-        self.fit_cache()
+        engine.num_preempted += scheduler.num_preempted - preempted
+        engine.num_reused += scheduler.num_reused - reused
+        if not self.cache.shape.holds(scheduler.need):
+            self.cache.reshape(self.cache.shape.grown(scheduler.need, scheduler.most, scheduler.budget))
+        self.cache.copy(admission.copies)
         hidden = self.forward(decoding, admission)
         rows = scheduler.slots.active
+        if not len(rows):  # the first chunks of a long prompt
+            return {}
         draws = uniforms(engine.seed, "sample", self.table.sample_ids[rows], self.table.num_new[rows])
-        logits = linear(hidden, self.decoder.head_weight).float()
-        tokens, log_probs = sample(logits, draws, self.params)
+        tokens, log_probs = sample(linear(hidden, self.weights.head).float(), draws, self.params)
         stopped = self.emit(rows, tokens.cpu().numpy(), log_probs.cpu().numpy())
         ended = set(rows[stopped].tolist())
-        finished, *moves = scheduler.advance(stopped)
-        self.move(*moves)
+        finished, moves = scheduler.advance(stopped)
+        self.cache.copy(moves)
         return {n: self.table.take(n, "stop" if n in ended else "length") for n in finished.tolist()}
 
-    def move(self, sources: IntArray, targets: IntArray) -> None:
-        if len(sources):
-            cached = int(self.table.lengths(self.scheduler.slots.active).max())
-            self.cache.copy(self.tensor(sources), self.tensor(targets), cached)
-
-    def fit_cache(self) -> None:
-        """Give the cache the rows and the length that the scheduler counts on."""
-        cache, room, active = self.cache, self.scheduler.room, self.scheduler.slots.num_active
-        most = room.rows(room.length)
-        if not active <= cache.rows <= most or room.length != cache.length:
-            grown = cache.rows * 3 // 2 if active > cache.rows else 0
-            cache.reshape(min(most, max(self.table.num_in_flight, grown)), room.length)
-
     def forward(self, decoding: IntArray, admission: Admission) -> Tensor:
-        """decoding [A]: requests that decode -> hidden [A + admitted, D]: the state before the next token of each."""
-        prompts = [self.table.sequence(request) for request in admission.prefills]
-        lengths = [len(prompt) for prompt in prompts]
-        packing = pack(self.table.lengths(decoding) - 1, lengths, admission)
-        if len(packing.restored):
-            self.cache.restore(self.tensor(packing.restored))
-        if self.scheduler.kept is None:
-            self.cache.kept = []
-        hidden = self.kept_hidden[:0]
-        if len(packing.positions):
-            attend = StepAttention(self.cache, packing, lengths)
-            tokens = np.concatenate([self.table.last_tokens(decoding), *prompts])
-            hidden = self.decoder(self.tensor(tokens), self.tensor(packing.positions), attend)
-            self.engine.num_steps += 1
-            self.engine.num_prefilled += sum(lengths)
-        if not admission.requests:
+        """decoding [A]: requests that decode -> hidden [A + entered, D]: the state before the next token of each."""
+        order = sorted(range(len(admission.prefills)), key=lambda i: admission.prefills[i].start > 0)
+        prefills = [admission.prefills[i] for i in order]
+        lengths, offsets = self.table.lengths(decoding), self.table.offsets[decoding]
+        where = Decoding(lengths - 1 - offsets, self.table.entries[decoding], offsets)
+        tokens = np.concatenate([self.table.last_tokens(decoding), *(p.tokens[p.start : p.end] for p in prefills)])
+        positions = np.concatenate([lengths - 1, *(np.arange(p.start, p.end) for p in prefills)])
+        if not len(tokens):  # every request that enters samples from a prompt that is there
+            return torch.cat([self.last_hidden[group] for group in admission.sources])
+        attend = StepAttention(self.cache, where, prefills)
+        hidden: Tensor = self.weights.decoder(self.tensor(tokens), self.tensor(positions), attend)
+        self.engine.num_steps += 1
+        self.engine.num_prefilled += len(tokens) - len(decoding)
+        if not prefills and not admission.sources:
             return hidden
-        outputs = torch.cat([hidden, self.kept_hidden])[self.tensor(packing.outputs)]
-        if admission.keep:
-            self.cache.keep(self.scheduler.slots.num_active - 1, lengths[-1])
-            self.kept_hidden = hidden[-1:].clone()
+        ends = len(decoding) + np.cumsum([p.end - p.start for p in prefills], dtype=np.int64) - 1
+        for i, end in zip(order, ends.tolist(), strict=True):
+            self.last_hidden[admission.groups[i]] = hidden[end : end + 1]
+        outputs = torch.cat([hidden[: len(decoding)], *(self.last_hidden[group] for group in admission.sources)])
+        waiting = {group for group in self.scheduler.prompts if group.members}
+        self.last_hidden = {group: state.clone() for group, state in self.last_hidden.items() if group in waiting}
         return outputs
 
     def emit(self, rows: IntArray, tokens: IntArray, log_probs: FloatArray) -> NDArray[np.bool_]:

@@ -1,16 +1,19 @@
-"""Which slot of the key-value cache holds which request, and how large the cache may be. No torch.
+"""Who lies where in the key-value cache, and how large it is. No torch.
 
-Active slots are always 0 .. num_active - 1, so that every matrix product of a decode step runs on exactly the active rows.
+The cache is two rectangles: *rows*, one for each request that decodes, and *prompts*, one for each prompt that several
+requests share or that is prefilled in chunks. A request's own row begins where its shared prompt ends.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridflow.generation.request import IntArray
 from hybridflow.models.spec import DecoderSpec
 
-__all__ = ["Room", "SlotTable", "position_bytes", "round_up", "shortage"]
+__all__ = ["Copy", "Place", "Shape", "SlotTable", "position_bytes", "round_up", "shortage"]
 
 _ROUND = 16  # lengths are multiples of this, so that views and room last for a few steps
 
@@ -27,7 +30,7 @@ def position_bytes(spec: DecoderSpec, itemsize: int) -> int:
 
 def shortage(position_bytes: int, kv_cache_gb: float, prompt: int, limit: int) -> str:
     """What is wrong if a prompt of this many tokens doesn't fit with a response of ``limit``; "" if it does."""
-    need, most = round_up(prompt + limit) * position_bytes, int(kv_cache_gb * 1e9)
+    need, most = (round_up(prompt) + round_up(limit) + _ROUND) * position_bytes, int(kv_cache_gb * 1e9)
     if need <= most:
         return ""
     return (
@@ -36,16 +39,76 @@ def shortage(position_bytes: int, kv_cache_gb: float, prompt: int, limit: int) -
     )
 
 
+class Place(NamedTuple):
+    """A row of one of the two rectangles."""
+
+    shared: bool
+    """of the prompts, not of the rows"""
+    row: int
+
+
+class Copy(NamedTuple):
+    """The first ``length`` positions of one place, to another."""
+
+    source: Place
+    target: Place
+    length: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``rows`` x ``length`` positions of requests beside ``prompts`` x ``prompt_length`` of prompts."""
+
+    rows: int = 0
+    length: int = 0
+    prompts: int = 0
+    prompt_length: int = 0
+
+    @property
+    def size(self) -> int:
+        """Positions in all."""
+        return self.rows * self.length + self.prompts * self.prompt_length
+
+    @property
+    def rounded(self) -> "Shape":
+        """With lengths that are multiples of 16."""
+        return Shape(self.rows, round_up(self.length), self.prompts, round_up(self.prompt_length))
+
+    def holds(self, need: "Shape") -> bool:
+        """Whether ``need`` fits into every dimension."""
+        pairs = zip(self._dimensions, need._dimensions, strict=True)
+        return all(mine >= theirs for mine, theirs in pairs)
+
+    def grown(self, need: "Shape", most: "Shape", budget: int | None) -> "Shape":
+        """A shape that holds ``need``: at once the ``most`` that it may have to hold, but for the length of rows.
+
+        That grows by half, since many a response is short. Under a ``budget`` that this would exceed, the shape is exactly
+        what is needed, and rows as far as they go.
+        """
+        need, most = need.rounded, most.rounded
+        length = max(need.length, min(most.length, round_up(self.length * 3 // 2)))
+        rows, prompts = max(need.rows, most.rows), max(need.prompts, most.prompts)
+        generous = Shape(rows, length, prompts, max(need.prompt_length, most.prompt_length) if prompts else 0)
+        if budget is None or generous.size <= budget:
+            return generous
+        left = (budget - need.prompts * need.prompt_length) // max(need.length, 1)
+        return Shape(max(need.rows, min(rows, left)), need.length, need.prompts, need.prompt_length)
+
+    @property
+    def _dimensions(self) -> tuple[int, int, int, int]:
+        return self.rows, self.length, self.prompts, self.prompt_length
+
+
 class SlotTable:
-    """``requests[slot]`` is the request in the slot, -1 in a free one."""
+    """``requests[slot]`` is the request in the slot, -1 in a free one.
+
+    Active slots are always 0 .. num_active - 1, so that every matrix product of a decode step runs on exactly the active
+    rows.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.requests: IntArray = np.full(num_slots, -1, dtype=np.int64)
         self.num_active = 0
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.requests)
 
     @property
     def num_free(self) -> int:
@@ -56,18 +119,16 @@ class SlotTable:
         """[num_active]: the requests in the active slots, as a copy."""
         return self.requests[: self.num_active].copy()
 
-    def can_take(self, count: int) -> bool:
-        return count <= self.num_free
+    def slot_of(self, request: int) -> int:
+        """The slot of an active request."""
+        return int(np.flatnonzero(self.requests[: self.num_active] == request)[0])
 
     def take(self, requests: Sequence[int]) -> None:
         """Put the requests into the slots that follow the active ones, in order."""
-        assert self.can_take(len(requests)), f"{len(requests)} requests for {self.num_free} free slots"
+        assert len(requests) <= self.num_free, f"{len(requests)} requests for {self.num_free} free slots"
         end = self.num_active + len(requests)
         self.requests[self.num_active : end] = requests
         self.num_active = end
-
-    def can_release(self, slots: IntArray) -> bool:
-        return len(slots) == 0 or bool(slots.min() >= 0 and slots.max() < self.num_active)
 
     def release(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Free the slots; the last active rows move into the holes.
@@ -75,7 +136,6 @@ class SlotTable:
         Returns (sources, targets), equally long: the cache row sources[i] has to be copied to targets[i]. Sources and
         targets are disjoint, so the copies may run in any order or at once.
         """
-        assert self.can_release(slots), f"slots {slots} of {self.num_active} active ones"
         free = np.zeros(self.num_active, dtype=bool)
         free[slots] = True
         remaining = self.num_active - int(free.sum())
@@ -85,37 +145,3 @@ class SlotTable:
         self.requests[remaining : self.num_active] = -1
         self.num_active = remaining
         return sources, targets
-
-
-class Room:
-    """The cache is a rectangle, rows of ``length`` positions, beside ``kept`` positions of one kept prompt.
-
-    ``budget`` positions hold both, so the longer the rows, the fewer there are; None: as many as asked for.
-    """
-
-    def __init__(self, max_rows: int, budget: int | None) -> None:
-        self.max_rows, self.budget = max_rows, budget
-        self.length = self.kept = 0
-
-    def rows(self, length: int) -> int:
-        """Rows that fit when the longest needs ``length`` positions."""
-        if self.budget is None:
-            return self.max_rows
-        return min(self.max_rows, (self.budget - self.kept) // max(self.length, round_up(length), 1))
-
-    def can_keep(self, length: int, rows: int) -> bool:
-        """Whether a prompt of ``length`` fits beside ``rows`` rows."""
-        return self.budget is None or rows * max(self.length, round_up(length + 1)) + length <= self.budget
-
-    def lengthen(self, length: int, longest: int, rows: int) -> None:
-        """Rows of ``length`` positions, more than now: longer by half, so that growing costs little over a whole run, but
-        not beyond ``longest``, and not at the price of any of ``rows`` rows."""
-        generous = min(round_up(longest), round_up(self.length * 3 // 2))
-        if self.budget is not None:
-            generous = min(generous, (self.budget - self.kept) // max(rows, 1) // _ROUND * _ROUND)
-        self.length = max(round_up(length), generous)
-
-    def shorten(self, length: int) -> None:
-        """The long rows have left: less than half of the length is used, so that more rows fit."""
-        if self.budget is not None and 2 * length <= self.length:
-            self.length = round_up(length)

@@ -1,225 +1,303 @@
 """Continuous batching: who waits, who is admitted, who has to give way, who is done. No torch.
 
     add ──> waiting groups, one a distinct prompt ──admit: free slots, prefill budget──> active slots ──advance──> finished
-                    ^                                                                          │
-                    └────────────── preempt: the youngest, when longer rows leave less room <──┘
+                    ^                                                                         │
+                    └────────────── preempt: the youngest, when longer rows leave less room <─┘
 
-A prompt is prefilled once, however many waiting requests share it. Requests with one prompt are admitted one after the
-other, so at most one prompt, that of the first group never preempted, is prefilled while some of its requests still wait
-for a slot. Its keys, values and last hidden state are kept until the last of them is admitted, or their room is needed.
+A prompt is prefilled once, however many requests share it: it lies in the cache's prompts, where all of them see it, and
+stays until the last of them has ended. A prompt longer than a step may prefill lies there too, and is prefilled in chunks.
+The prompt of a single request goes into the request's own row. Where a prompt begins with blocks of tokens that are in the
+cache already, a copy of their keys and values is taken instead.
 
 A preempted request waits in a group of its own, before all others; its prompt and its response so far are prefilled again.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.generation.kv_cache import Room, SlotTable
+from hybridflow.generation.kv_cache import Copy, Place, Shape, SlotTable
+from hybridflow.generation.prefix import Match, PrefixIndex, digests
 from hybridflow.generation.request import IntArray
 from hybridflow.generation.table import RequestTable
 
-__all__ = ["KEPT", "Admission", "Packing", "Scheduler", "pack"]
-
-KEPT = -1
-"""As a source: the prompt that was kept by an earlier admission."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Requests that enter a step, in the slots after the active ones.
-
-    Ex. requests (4, 5, 6), sources (KEPT, 0, 0), prefills (5,), keep False: request 4 has the kept prompt, 5 and 6 share
-    the prompt of request 5, which is prefilled now.
-    """
-
-    requests: tuple[int, ...] = ()
-    sources: tuple[int, ...] = ()
-    """For each request, the index of its prompt in ``prefills``, or KEPT."""
-    prefills: tuple[int, ...] = ()
-    """A request of each prompt to prefill."""
-    keep: bool = False
-    """The last prefilled prompt has requests that still wait: keep it."""
+__all__ = ["Admission", "Group", "Prefill", "Scheduler"]
 
 
 @dataclass(eq=False)
 class Group:
-    """Requests that wait with the same tokens to prefill."""
+    """Requests with the same tokens to prefill."""
 
-    length: int
-    key: bytes | None
-    """The prompt; None once preempted: nobody joins."""
+    tokens: IntArray
     members: list[int]
+    """who waits"""
+    key: bytes | None = None
+    """the prompt, while requests with the same one join"""
+    entry: int = -1
+    """place among the cache's prompts, -1: none"""
+    filled: int = 0
+    """tokens prefilled so far"""
+    running: int = 0
+    """active requests that see the prompt in its place"""
+
+    @property
+    def ready(self) -> bool:
+        """Prefilled as a whole."""
+        return self.filled == len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Tokens ``start`` to ``end`` of a sequence go through the decoder, and their keys and values to ``place``."""
+
+    tokens: IntArray
+    """the whole sequence"""
+    start: int
+    end: int
+    place: Place
+
+
+@dataclass
+class Admission:
+    """What is new in a step: copies first, then prefills; requests enter the slots after the active ones."""
+
+    copies: list[Copy] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    """for each prefill, whose it is"""
+    sources: list[Group] = field(default_factory=list)
+    """for each request that enters, the group whose last hidden state it samples from"""
 
 
 class Scheduler:
     """Which of the table's requests run in which slot. Oldest first, by order of arrival: the oldest is never preempted."""
 
     def __init__(self, table: RequestTable, max_slots: int, prefill_tokens: int, budget: int | None = None) -> None:
-        """prefill_tokens: most prompt tokens of a step, but one prompt always fits; budget: positions of the cache."""
-        self.table, self.prefill_tokens = table, prefill_tokens
+        """prefill_tokens: most prompt tokens of a step; budget: positions of the cache."""
+        self.table, self.prefill_tokens, self.budget = table, prefill_tokens, budget
         self.waiting: deque[Group] = deque()
-        self.slots, self.room = SlotTable(max_slots), Room(max_slots, budget)
-        self.num_preempted = 0
-        self.kept: Group | None = None
-        """The waiting group whose prompt is prefilled already."""
-        self._by_prompt: dict[bytes, Group] = {}
+        self.slots = SlotTable(max_slots)
+        self.prompts: list[Group] = []
+        """what lies in the cache's prompts, by place"""
+        self.num_preempted = self.num_reused = 0
+        self._joinable: dict[bytes, Group] = {}
+        self._group_of: dict[int, Group] = {}  # of active requests that see a shared prompt
+        self._index: PrefixIndex[int | Group] = PrefixIndex()
 
     @property
     def done(self) -> bool:
         return not self.waiting and self.slots.num_active == 0
 
+    @property
+    def need(self) -> Shape:
+        """What the cache has to hold now."""
+        return self._needs(0, 0, 0)
+
+    @property
+    def most(self) -> Shape:
+        """What the cache may come to hold."""
+        rows = min(len(self.slots.requests), self.table.num_in_flight)
+        shared = [group for group in self.waiting if group.entry < 0 and self._is_shared(group)] + self.prompts
+        longest = max((len(group.tokens) for group in shared), default=0)
+        return Shape(rows, self.table.longest, min(len(shared), rows), longest)
+
     def add(self, request: int) -> None:
-        key = self.table.prompts[request].tobytes()
-        if key in self._by_prompt:
-            self._by_prompt[key].members.append(request)
+        prompt = self.table.prompts[request]
+        key = prompt.tobytes()
+        if key in self._joinable:
+            self._joinable[key].members.append(request)
             return
-        self._by_prompt[key] = Group(int(self.table.prompt_lengths[request]), key, [request])
-        self.waiting.append(self._by_prompt[key])
+        self._joinable[key] = Group(prompt, [request], key)
+        self.waiting.append(self._joinable[key])
 
-    def make_room(self) -> tuple[IntArray, IntArray]:
-        """Every active request has a place for its last token, or is preempted. Returns the moves of cache rows."""
-        lengths = self.table.lengths(self.slots.active)
-        need = int(lengths.max(initial=0))
-        if self.waiting and self.room.rows(need) <= len(lengths):
-            self.room.shorten(need)
-        self._lengthen(need, len(lengths))
-        if self.room.rows(need) < len(lengths):
-            self.drop_kept()
-        return self._preempt_youngest(max(0, len(lengths) - self.room.rows(need)))
+    # ------------------------------------------------------------------------------------------------------------- room
 
-    def _lengthen(self, need: int, rows: int) -> None:
-        if need > self.room.length:
-            rows = min(self.room.max_rows, max(rows, self.table.num_in_flight))
-            self.room.lengthen(need, self.table.longest, rows)
+    def make_room(self) -> list[Copy]:
+        """Every active request has a place for its last token, or is preempted. Returns the moves in the cache."""
+        moves: list[Copy] = []
+        while not self._fits(self.need):
+            idle = self._idle()
+            moves += self._drop(idle[-1]) if idle else self._preempt_youngest()
+        while self.waiting and self.slots.num_active == 0 and self._idle(self.waiting[0]) and not self._may_start():
+            moves += self._drop(self._idle(self.waiting[0])[-1])
+        return moves
 
-    def _preempt_youngest(self, count: int) -> tuple[IntArray, IntArray]:
-        self.num_preempted += count
-        order = np.argsort(self.table.arrivals[self.slots.active])
-        return self.preempt(order[len(order) - count :])
+    def restart(self) -> list[Copy]:
+        """Nothing that was computed so far holds any longer: everything is prefilled again. Returns the moves."""
+        moves: list[Copy] = []
+        preempted = self.num_preempted
+        for _ in range(self.slots.num_active):
+            moves += self._preempt_youngest()
+        self.num_preempted = preempted
+        while self.prompts:
+            moves += self._drop(self.prompts[-1])
+        return moves
 
-    def preempt(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """The requests in the slots wait again. Returns the moves of cache rows."""
-        requests = self.slots.requests[slots]
-        for request in requests[np.argsort(-self.table.arrivals[requests])].tolist():
-            self.waiting.appendleft(Group(int(self.table.lengths([request])[0]), None, [request]))
-        return self.slots.release(slots)
+    def _fits(self, shape: Shape) -> bool:
+        return self.budget is None or shape.rounded.size <= self.budget
 
-    def restart(self) -> None:
-        """Nothing that was computed so far holds any longer: everything is prefilled again."""
-        self.drop_kept()
-        self.preempt(np.arange(self.slots.num_active))
+    def _needs(self, rows: int, length: int, prompt: int) -> Shape:
+        """With so many ``rows`` of ``length`` more, and one more prompt if it has tokens."""
+        lengths, prompts = self.table.own_lengths(self.slots.active), [len(group.tokens) for group in self.prompts]
+        prompts += [prompt] * (prompt > 0)
+        longest = max(int(lengths.max(initial=0)), length if rows else 0)
+        return Shape(len(lengths) + rows, longest, len(prompts), max(prompts, default=0))
 
-    def drop_kept(self) -> None:
-        self.kept, self.room.kept = None, 0
+    def _idle(self, but: Group | None = None) -> list[Group]:
+        """Prompts that no active request sees."""
+        return [group for group in self.prompts if group.running == 0 and group is not but]
+
+    def _may_start(self) -> bool:
+        return self._fits(self._place(self.waiting[0])[1])
+
+    def _drop(self, group: Group) -> list[Copy]:
+        """The prompt leaves the cache. Returns the move of the last one into its place."""
+        self._index.remove(group)
+        last, hole = self.prompts.pop(), group.entry
+        group.entry, group.filled = -1, 0
+        if last is group:
+            return []
+        self.prompts[hole] = last
+        self.table.entries[self.table.entries == last.entry] = hole
+        move = Copy(Place(True, last.entry), Place(True, hole), last.filled)
+        last.entry = hole
+        return [move]
+
+    def _preempt_youngest(self) -> list[Copy]:
+        """It waits again, before all others."""
+        slot = int(self.table.arrivals[self.slots.active].argmax())
+        request = int(self.slots.requests[slot])
+        self.num_preempted += 1
+        moves = self._leave(np.array([slot]))
+        self.waiting.appendleft(Group(self.table.sequence(request), [request]))
+        return moves
+
+    def _leave(self, slots: IntArray) -> list[Copy]:
+        """The slots are free again, and prompts that nobody needs any longer leave too. Returns the moves."""
+        requests = self.slots.requests[slots].tolist()
+        moves = [
+            Copy(Place(False, source), Place(False, target), int(length))
+            for source, target, length in self._moved(*self.slots.release(slots))
+        ]
+        for request in requests:
+            self._index.remove(request)
+            group = self._group_of.pop(request, None)
+            if group is not None:
+                self.table.share(request, -1, 0)
+                group.running -= 1
+                if not group.running and not group.members:
+                    moves += self._drop(group)
+        return moves
+
+    def _moved(self, sources: IntArray, targets: IntArray) -> list[tuple[int, int, int]]:
+        lengths = self.table.own_lengths(self.slots.requests[targets])
+        return list(zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True))
+
+    # -------------------------------------------------------------------------------------------------------- admission
 
     def admit(self) -> Admission:
-        """Fill the free slots from the waiting groups, within the prefill budget."""
-        requests: list[int] = []
-        sources: list[int] = []
-        prefills: list[int] = []
-        budget = self.prefill_tokens
-        while self.waiting:
-            group, active = self.waiting[0], self.slots.num_active
-            free = self._free(group)
-            if free < 1 or (prefills and group is not self.kept and group.length > budget):
+        """Fill the free slots from the waiting groups, oldest first, and prefill at most ``prefill_tokens`` for them."""
+        self._index.settle()
+        admission, left = Admission(), self.prefill_tokens
+        while self.waiting and self.slots.num_free:
+            group = self.waiting[0]
+            if not group.ready:
+                count = self._prefill(group, left, admission)
+                left -= count
+                if not group.ready:
+                    break
+            if not self._enter(group, admission):
                 break
-            if group is not self.kept:
-                budget -= group.length
-                prefills.append(group.members[0])
-            self._lengthen(group.length + 1, active)
-            admitted = group.members[:free]
-            self.slots.take(admitted)
-            requests += admitted
-            sources += [KEPT if group is self.kept else len(prefills) - 1] * len(admitted)
-            keep = self._shorten(group, len(admitted))
-            if keep or group.members:
-                return Admission(tuple(requests), tuple(sources), tuple(prefills), keep)
-        return Admission(tuple(requests), tuple(sources), tuple(prefills))
+            self.waiting.popleft()
+        return admission
 
-    def _free(self, group: Group) -> int:
-        """Slots for requests of this length, one at least if none is active."""
-        active = self.slots.num_active
-        if active == 0 and self.room.rows(group.length + 1) < 1:
-            self.drop_kept()
-        free = self.room.rows(group.length + 1) - active
-        splits = group is not self.kept and len(group.members) > free
-        if splits and active + free > 1 and not self.room.can_keep(group.length, active + free):
-            return free - 1  # the kept prompt takes the place of a row: prefilling it again costs more
-        return free
+    def _place(self, group: Group) -> tuple[bool, Shape]:
+        """Whether the group's tokens lie in the cache's prompts, and what the cache then has to hold."""
+        if group.entry >= 0:
+            return True, self._needs(1, 1, 0)
+        if self._is_shared(group):
+            return True, self._needs(1, 1, len(group.tokens))
+        return False, self._needs(1, len(group.tokens) + 1, 0)
 
-    def _shorten(self, group: Group, count: int) -> bool:
-        """The first members of the first group left it; whether its prompt has to be kept for the others from now on."""
-        del group.members[:count]
-        if not group.members:
-            self._forget(group)
-            return False
-        if group is self.kept or not self.room.can_keep(group.length, self.slots.num_active):
-            return False
-        self.kept, self.room.kept = group, group.length
-        return True
+    def _is_shared(self, group: Group) -> bool:
+        return len(group.members) > 1 or len(group.tokens) > self.prefill_tokens
 
-    def _forget(self, group: Group) -> None:
-        self.waiting.remove(group)
+    def _prefill(self, group: Group, limit: int, admission: Admission) -> int:
+        """The next tokens of a group's prompt, at most ``limit``; returns how many, 0 if it has to wait."""
+        shared, need = self._place(group)
+        known = digests(group.tokens) if group.filled == 0 else []
+        match = self._index.find(known)
+        rest = len(group.tokens) - max(group.filled, match.length if match else 0)
+        if not self._fits(need) or limit == 0 or (match and match.fresh) or (rest > limit and not shared):
+            return 0
+        place = self._take_place(group, shared) if group.entry < 0 else Place(True, group.entry)
+        if match:
+            self._reuse(match, place, admission)
+            group.filled = match.length
+        end = min(len(group.tokens), group.filled + limit)
+        admission.prefills.append(Prefill(group.tokens, group.filled, end, place))
+        admission.groups.append(group)
+        start, group.filled = group.filled, end
+        if group.ready:
+            self._index.add(group if shared else group.members[0], known or digests(group.tokens))
+        return end - start
+
+    def _take_place(self, group: Group, shared: bool) -> Place:
         if group.key is not None:
-            del self._by_prompt[group.key]
-        if group is self.kept:
-            self.drop_kept()
+            del self._joinable[group.key]  # whoever comes later takes a copy
+            group.key = None
+        if not shared:
+            return Place(False, self.slots.num_active)
+        group.entry = len(self.prompts)
+        self.prompts.append(group)
+        return Place(True, group.entry)
 
-    def advance(self, stopped: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
+    def _reuse(self, match: Match[int | Group], place: Place, admission: Admission) -> None:
+        if isinstance(match.owner, Group):
+            source = Place(True, match.owner.entry)
+        else:
+            source = Place(False, self.slots.slot_of(match.owner))
+        admission.copies.append(Copy(source, place, match.length))
+        self.num_reused += match.length
+
+    def _enter(self, group: Group, admission: Admission) -> bool:
+        """As many members as there is room for become active; whether all did."""
+        count = min(len(group.members), self.slots.num_free)
+        if group.entry >= 0:
+            while count and not self._fits(self._needs(count, 1, 0)):
+                count -= 1
+        entering = group.members[:count]
+        del group.members[:count]
+        self.slots.take(entering)
+        admission.sources += [group] * count
+        if group.entry >= 0:
+            group.running += count
+            for request in entering:
+                self._group_of[request] = group
+                self.table.share(request, group.entry, len(group.tokens))
+        return not group.members
+
+    def advance(self, stopped: NDArray[np.bool_]) -> tuple[IntArray, list[Copy]]:
         """Every active request got a token, stopped [num_active] says whose was its last; finished ones leave their slots.
 
-        Returns the finished requests and the moves of cache rows (see ``SlotTable.release``).
+        Returns the finished requests and the moves in the cache.
         """
         active = self.slots.active
         slots = np.flatnonzero(stopped | (self.table.num_new[active] == self.table.limits[active]))
-        return active[slots], *self.slots.release(slots)
+        return active[slots], self._leave(slots) if len(slots) else []
 
-    def remove(self, request: int) -> tuple[IntArray, IntArray]:
-        """The request runs or waits no longer. Returns the moves of cache rows."""
+    def remove(self, request: int) -> list[Copy]:
+        """The request runs or waits no longer. Returns the moves in the cache."""
         for group in self.waiting:
             if request in group.members:
                 group.members.remove(request)
-                if not group.members:
-                    self._forget(group)
-                break
-        return self.slots.release(np.flatnonzero(self.slots.active == request))
+                return self._forget(group) if not group.members else []
+        return self._leave(np.array([self.slots.slot_of(request)]))
 
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the packed tokens of a step go: A decode tokens, one a slot, then the prompts, N tokens in all."""
-
-    positions: IntArray
-    """[N]: place of each token in its sequence."""
-    copies: IntArray
-    """[M]: the token whose keys and values go to each written entry of the cache, at the token's position ..."""
-    rows: IntArray
-    """[M]: ... and in this row. Decode tokens come first, each in its own row."""
-    outputs: IntArray
-    """[A + admitted]: the token whose hidden state each slot samples from, KEPT for the kept one."""
-    restored: IntArray
-    """Slots that get the kept prompt."""
-
-
-def pack(places: IntArray, lengths: Sequence[int], admission: Admission) -> Packing:
-    """places [A]: positions of the decode tokens; lengths [P]: of the prompts to prefill."""
-    decoding = np.arange(len(places))
-    if not admission.requests:
-        return Packing(positions=places, copies=decoding, rows=decoding, outputs=decoding, restored=decoding[:0])
-    ends = len(places) + np.cumsum(lengths, dtype=np.int64)
-    spans = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    slots = range(len(places), len(places) + len(admission.requests))
-    targets = [(source, slot) for source, slot in zip(admission.sources, slots, strict=True) if source != KEPT]
-    return Packing(
-        positions=np.concatenate([places, *map(np.arange, lengths)]),
-        copies=np.concatenate([decoding, *(spans[source] for source, _ in targets)]),
-        rows=np.concatenate([decoding, *(np.full(lengths[source], row) for source, row in targets)]),
-        outputs=np.concatenate([decoding, np.append(ends - 1, KEPT)[list(admission.sources)]]),
-        restored=np.array(
-            [slot for source, slot in zip(admission.sources, slots, strict=True) if source == KEPT], dtype=np.int64
-        ),
-    )
+    def _forget(self, group: Group) -> list[Copy]:
+        self.waiting.remove(group)
+        if group.key is not None:
+            del self._joinable[group.key]
+        return self._drop(group) if group.entry >= 0 and not group.running else []

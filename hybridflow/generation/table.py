@@ -27,6 +27,10 @@ class RequestTable:
         """tokens sampled so far"""
         self.arrivals: IntArray = np.empty(0, np.int64)
         """0, 1, ...: in the order of ``add``"""
+        self.entries: IntArray = np.empty(0, np.int64)
+        """place of the shared prompt that the request sees, -1: none, its row has all of it"""
+        self.offsets: IntArray = np.empty(0, np.int64)
+        """tokens of that prompt: where the request's own row begins"""
         self.tokens: IntArray = np.empty((0, 0), np.int64)
         self.log_probs: FloatArray = np.empty((0, 0), np.float32)
         self.versions: IntArray = np.empty((0, 0), np.int64)
@@ -47,7 +51,7 @@ class RequestTable:
     def reserve(self, count: int, limit: int) -> None:
         """Room for ``count`` numbers and responses of ``limit`` tokens; more room comes as needed."""
         rows, width = max(count, len(self.limits)), max(limit, self.tokens.shape[1])
-        for name in ("sample_ids", "prompt_lengths", "limits", "num_new", "arrivals", "in_flight"):
+        for name in ("sample_ids", "prompt_lengths", "limits", "num_new", "arrivals", "in_flight", "entries", "offsets"):
             setattr(self, name, _resized(getattr(self, name), rows))
         for name in ("tokens", "log_probs", "versions"):
             setattr(self, name, _resized(getattr(self, name), rows, width))
@@ -62,7 +66,12 @@ class RequestTable:
         self.prompt_lengths[number], self.limits[number], self.num_new[number] = len(request.prompt), limit, 0
         self.arrivals[number], self.in_flight[number] = self.num_added, True
         self.num_added += 1
+        self.share(number, -1, 0)
         return number
+
+    def share(self, number: int, entry: int, offset: int) -> None:
+        """The request sees the prompt at ``entry``, of ``offset`` tokens."""
+        self.entries[number], self.offsets[number] = entry, offset
 
     def numbers(self, sample_id: int) -> IntArray:
         """Of the requests in flight with this sample_id."""
@@ -93,6 +102,11 @@ class RequestTable:
         numbers = np.asarray(numbers, np.int64)
         lengths: IntArray = self.prompt_lengths[numbers] + self.num_new[numbers]
         return lengths
+
+    def own_lengths(self, numbers: IntArray) -> IntArray:
+        """[len(numbers)]: those of them that lie in the request's own row."""
+        own: IntArray = self.lengths(numbers) - self.offsets[numbers]
+        return own
 
     def sequence(self, number: int) -> IntArray:
         """Prompt and response so far."""

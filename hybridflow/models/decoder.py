@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridflow.models.spec import DecoderSpec, RopeScaling
 from hybridflow.ops.linear import linear
 
-__all__ = ["Attend", "CausalAttention", "Decoder", "init_weights", "linear", "rope_frequencies"]
+__all__ = ["Attend", "CausalAttention", "Decoder", "init_weights", "rope_frequencies"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]"""

@@ -7,8 +7,9 @@ from tiny_decoders import tiny_decoder
 from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Request, SamplingParams
-from hybridflow.models.decoder import CausalAttention, Decoder, linear
+from hybridflow.models.decoder import CausalAttention, Decoder
 from hybridflow.models.weights import load_hf_state, read_spec
+from hybridflow.ops.linear import linear
 
 HF = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -132,6 +133,80 @@ def test_a_group_shares_its_prefill(decoder, max_slots):
     completions = engine.generate(requests_of(prompts, members=8), SamplingParams(6))
     assert engine.num_prefilled == sum(map(len, prompts))
     assert all(len({tuple(c.tokens) for c in completions[start : start + 8]}) > 4 for start in range(0, 32, 8))
+
+
+def test_chunks_change_nothing(decoder):
+    rng = np.random.default_rng(3)
+    requests = requests_of([rng.integers(0, 150, length) for length in (40, 40, 4, 40)], members=2)
+    chunked = Engine(decoder, seed=0, max_slots=5, prefill_tokens=5)
+    whole = Engine(decoder, seed=0, max_slots=5, prefill_tokens=2048)
+    for params in (SamplingParams(12), SamplingParams(12, temperature=0)):
+        assert_same(chunked.generate(requests, params), whole.generate(requests, params))
+    assert chunked.num_prefilled == whole.num_prefilled == 2 * 124
+    assert chunked.num_steps > whole.num_steps
+
+
+def test_those_that_run_go_on_while_a_long_prompt_comes_in_chunks(decoder):
+    engine, params = Engine(decoder, seed=0, prefill_tokens=5), SamplingParams(6)
+    engine.add(Request(np.arange(3), 0), params)
+    engine.step()
+    engine.add(Request(np.arange(40), 1), params)
+    assert [completion.sample_id for _ in range(5) for completion in engine.step()] == [0]
+    assert engine.num_prefilled == 3 + 25 and engine.num_steps == 6
+
+
+def test_a_whole_prompt_behind_the_end_of_a_long_one(decoder):
+    """What a step prefills of different kinds is sorted for the decoder, and everybody samples from the own."""
+    prompts = [np.arange(12), np.arange(40, 43), np.arange(90, 92)]
+    requests, params = requests_of(prompts), SamplingParams(8, temperature=0)
+    engine = Engine(decoder, seed=0, prefill_tokens=10)
+    assert_same(engine.generate(requests, params), Engine(decoder, seed=0).generate(requests, params))
+    assert engine.num_steps == 9  # the rest of the first and the two others in the second
+
+
+@pytest.mark.parametrize("prefill_tokens", [50, 2048])
+@pytest.mark.parametrize("members", [1, 3])
+def test_prompts_that_begin_alike_are_computed_once(decoder, members, prefill_tokens):
+    rng = np.random.default_rng(4)
+    system = rng.integers(0, 150, 70)
+    prompts = [np.concatenate([system, rng.integers(0, 150, length)]) for length in (1, 12, 12, 30)]
+    requests, params = requests_of(prompts, members=members), SamplingParams(10)
+    engine = Engine(decoder, seed=0, prefill_tokens=prefill_tokens)
+    alone = [Engine(decoder, seed=0).generate([request], params)[0] for request in requests]
+    assert_same(engine.generate(requests, params), alone)
+    assert engine.num_reused == 3 * 64 and engine.num_prefilled == sum(map(len, prompts)) - 3 * 64
+    engine.generate(requests[:1], params)
+    assert engine.num_reused == 3 * 64  # nothing outlives a call
+
+
+@pytest.mark.parametrize("members", [1, 4])
+def test_who_comes_later_reuses_the_prompt_of_those_that_run(decoder, members):
+    prompt, params = np.arange(50), SamplingParams(12)
+    engine = Engine(decoder, seed=0)
+    for sample_id in range(members):
+        engine.add(Request(prompt, sample_id), params)
+    for _ in range(4):
+        assert engine.step() == []
+    engine.add(Request(prompt, 9), params)
+    done = []
+    while engine.num_in_flight:
+        done += engine.step()
+    assert (engine.num_reused, engine.num_prefilled) == (48, 52)
+    done = sorted(done, key=lambda completion: completion.sample_id)
+    assert_same(done, [Engine(decoder, seed=0).generate([Request(prompt, c.sample_id)], params)[0] for c in done])
+
+
+def test_new_weights_reuse_nothing_of_the_old(decoder):
+    engine, params, prompt = Engine(decoder, seed=0), SamplingParams(12), np.arange(50)
+    engine.add(Request(prompt, 0), params)
+    engine.step()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.1)
+    engine.version = 1
+    engine.add(Request(prompt, 1), params)
+    done = {completion.sample_id: completion for _ in range(15) for completion in engine.step()}
+    assert_same([done[1]], Engine(decoder, seed=0).generate([Request(prompt, 1)], params))
 
 
 def test_a_stop_token_ends_the_response(decoder):
