@@ -124,7 +124,7 @@ class TrainConfig(Config):
     steps: int = Field(100, gt=0)
     """rollouts, each followed by learning"""
     prompts_per_step: int = Field(16, gt=0)
-    """prompts of a rollout"""
+    """prompts of a rollout; for methods that sample nothing, demonstrations or pairs"""
     group_size: int = Field(1, gt=0)
     """responses to each prompt"""
     minibatches: int = Field(1, gt=0)
@@ -329,3 +329,6 @@ def _record_conflicts(config: RunConfig, data: DataConfig) -> Iterator[str]:
         yield f"train.group_size = {config.train.group_size}: {config.algorithm} samples no responses; remove it"
     if config.algorithm == "dpo" and config.dpo.kind == "kto" and config.train.prompts_per_step < 2:
         yield 'train.prompts_per_step = 1: dpo.kind = "kto" compares with responses to other prompts, so it needs 2 or more'
+    if config.algorithm == "dpo" and config.reference.model is None and config.reference.dtype != config.actor.dtype:
+        found = f"reference.dtype = {config.reference.dtype!r}, but actor.dtype = {config.actor.dtype!r}"
+        yield f"{found}: dpo starts from a reference that is equal to the actor; give both one dtype"
