@@ -11,7 +11,7 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import Fn, WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.ops.preference import dpo, ipo, kto, pairwise
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan, action_columns
 from hybridflow.workers.optimizer import OptimizerConfig
 
 LOSSES = [
@@ -61,12 +61,14 @@ def test_gradients_do_not_depend_on_the_order_of_pairs_or_rows(loss: Fn) -> None
     assert_same(gradients(learner(loss), clean, loss), gradients(learner(loss), shuffled, loss))
 
 
-def test_the_normaliser_is_the_number_of_pairs() -> None:
-    """So twice the same pairs, under other ids, have the same gradient."""
-    data = pairs()
-    twice = Batch.concat([data, data.with_columns(group_id=data["group_id"] + 1000)])
-    for loss in LOSSES:
-        assert_same(gradients(learner(loss), data, loss), gradients(learner(loss), twice, loss))
+@each_loss
+def test_the_loss_is_the_mean_over_pairs_and_of_kto_over_rows(loss: Fn) -> None:
+    one, data = learner(loss, token_budget=30), pairs()
+    terms = loss(one.model.outputs(data), action_columns(data, torch.device("cpu"))).terms
+    assert len(terms) == (len(data) if loss.name == "kto" else len(data) // 2)
+    terms.mean().backward()
+    expected = {name: p.grad.clone() for name, p in one.model.named_parameters() if p.grad is not None}
+    assert_same(expected, gradients(learner(loss, token_budget=30), data, loss))
 
 
 def test_pairs_are_never_split_and_every_one_is_dealt_once() -> None:
