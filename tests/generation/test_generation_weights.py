@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+import torch
+from tiny_decoders import tiny_decoder
+
+from hybridflow.generation.engine import Engine
+from hybridflow.generation.request import Request, SamplingParams
+from hybridflow.generation.weights import RolloutWeights
+from hybridflow.models.decoder import CausalAttention
+from hybridflow.ops.linear import linear
+
+
+def logits_of(decoder, head, tokens):
+    attend = CausalAttention(torch.tensor([len(tokens)]))
+    return linear(decoder(torch.from_numpy(tokens), attend.positions, attend), head)
+
+
+def change(decoder):
+    """An optimizer's step: in place, on every parameter."""
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(1.1)
+
+
+def packed(weights):
+    return weights.head.is_mkldnn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "qk_norm": True, "output_bias": True, "mlp_bias": True}])
+def test_a_packed_decoder_is_the_same_decoder(changes, dtype):
+    decoder = tiny_decoder(**changes).to(dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    tokens = np.arange(30)
+    with torch.inference_mode():
+        weights = RolloutWeights(decoder, 1000)
+        assert packed(weights) and weights.decoder is not decoder
+        expected = logits_of(decoder, decoder.head_weight, tokens)
+        found = logits_of(weights.decoder, weights.head, tokens)
+        torch.testing.assert_close(found, expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-2)
+        change(decoder)
+        weights.refresh()
+        changed = logits_of(decoder, decoder.head_weight, tokens)
+        torch.testing.assert_close(
+            logits_of(weights.decoder, weights.head, tokens),
+            changed,
+            atol=1e-4 if dtype == torch.float32 else 0.1,
+            rtol=1e-2,
+        )
+    assert (changed - expected).abs().max() > 0.5
+
+
+def test_packing_leaves_the_learner_alone():
+    decoder = tiny_decoder()
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in decoder.named_parameters()}
+    with torch.inference_mode():
+        RolloutWeights(decoder, 1000)
+    for name, parameter in decoder.named_parameters():
+        assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1])
+        assert parameter.requires_grad and not parameter.is_mkldnn and not parameter.is_inference()
+    logits_of(decoder, decoder.head_weight, np.arange(5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+
+
+def test_few_steps_read_the_parameters_in_place():
+    decoder = tiny_decoder()
+    for steps, packs in ((1, False), (31, False), (32, True)):
+        weights = RolloutWeights(decoder, steps)
+        assert packed(weights) == packs == (weights.decoder is not decoder)
+        assert packs or weights.head is decoder.head_weight
+
+
+def test_types_that_cannot_be_packed_are_read_in_place():
+    decoder = tiny_decoder().double()
+    assert RolloutWeights(decoder, 1000).decoder is decoder
+
+
+def requests_of(count, limit, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Request(rng.integers(0, 150, rng.integers(1, 20)), index, limit) for index in range(count)]
+
+
+def uncached(decoder, request, completion):
+    """Log-probabilities of a completion by the forward of training."""
+    logits = logits_of(decoder, decoder.head_weight, np.concatenate([request.prompt, completion.tokens]))
+    chosen = logits.log_softmax(-1)[len(request.prompt) - 1 : -1].gather(1, torch.from_numpy(completion.tokens)[:, None])
+    return chosen[:, 0].detach().numpy()
+
+
+def test_many_steps_give_the_same_tokens_as_few():
+    # The longest limit of a call decides about packing.
+    decoder, requests = tiny_decoder(), requests_of(8, 31)
+    few = Engine(decoder, seed=2).generate(requests, SamplingParams(31))
+    longest = [*requests, Request(np.array([1, 2]), 99, 60)]
+    many = Engine(decoder, seed=2).generate(longest, SamplingParams(31))
+    for one, other in zip(few, many[:8], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [31, 40])
+def test_an_update_between_two_calls_is_seen(limit):
+    decoder, requests, params = tiny_decoder(), requests_of(4, None), SamplingParams(limit)
+    engine = Engine(decoder, seed=2)
+    before = engine.generate(requests, params)
+    change(decoder)
+    after = engine.generate(requests, params)
+    assert [c.tokens.tolist() for c in before] != [c.tokens.tolist() for c in after]
+    for request, old, new in zip(requests, before, after, strict=True):
+        np.testing.assert_allclose(new.log_probs, uncached(decoder, request, new), atol=1e-4)
+        assert np.abs(old.log_probs - uncached(decoder, request, old)).max() > 1e-2
+
+
+@pytest.mark.parametrize("limit", [31, 40])
+def test_an_update_between_two_steps_is_seen(limit):
+    decoder, requests = tiny_decoder(), requests_of(4, None)
+    engine, params, done = Engine(decoder, seed=2), SamplingParams(limit), []
+    for request in requests:
+        engine.add(request, params)
+    for _ in range(10):
+        done += engine.step()
+    old = tiny_decoder()
+    change(decoder)
+    engine.version = 1
+    while engine.num_in_flight:
+        done += engine.step()
+    assert len(done) == 4
+    for completion in done:
+        request = requests[completion.sample_id]
+        assert completion.versions.tolist() == [0] * 10 + [1] * (limit - 10)
+        expected = np.concatenate([uncached(old, request, completion)[:10], uncached(decoder, request, completion)[10:]])
+        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
