@@ -5,7 +5,6 @@ from tiny_decoders import tiny_decoder
 
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Request, SamplingParams
-from hybridflow.generation.weights import RolloutWeights
 from hybridflow.models.decoder import CausalAttention
 from hybridflow.ops.linear import linear
 
@@ -22,62 +21,6 @@ def change(decoder):
             parameter.mul_(1.1)
 
 
-def packed(weights):
-    return weights.head.is_mkldnn
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"tied": False, "qk_norm": True, "output_bias": True, "mlp_bias": True}])
-def test_a_packed_decoder_is_the_same_decoder(changes, dtype):
-    decoder = tiny_decoder(**changes).to(dtype)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.3)
-    tokens = np.arange(30)
-    with torch.inference_mode():
-        weights = RolloutWeights(decoder, 1000)
-        assert packed(weights) and weights.decoder is not decoder
-        expected = logits_of(decoder, decoder.head_weight, tokens)
-        found = logits_of(weights.decoder, weights.head, tokens)
-        torch.testing.assert_close(found, expected, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=1e-2)
-        change(decoder)
-        weights.refresh()
-        changed = logits_of(decoder, decoder.head_weight, tokens)
-        torch.testing.assert_close(
-            logits_of(weights.decoder, weights.head, tokens),
-            changed,
-            atol=1e-4 if dtype == torch.float32 else 0.1,
-            rtol=1e-2,
-        )
-    assert (changed - expected).abs().max() > 0.5
-
-
-def test_packing_leaves_the_learner_alone():
-    decoder = tiny_decoder()
-    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in decoder.named_parameters()}
-    with torch.inference_mode():
-        RolloutWeights(decoder, 1000)
-    for name, parameter in decoder.named_parameters():
-        assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1])
-        assert parameter.requires_grad and not parameter.is_mkldnn and not parameter.is_inference()
-    logits_of(decoder, decoder.head_weight, np.arange(5)).sum().backward()
-    assert all(parameter.grad is not None for parameter in decoder.parameters())
-
-
-def test_few_steps_read_the_parameters_in_place():
-    decoder = tiny_decoder()
-    for steps, packs in ((1, False), (31, False), (32, True)):
-        weights = RolloutWeights(decoder, steps)
-        assert packed(weights) == packs == (weights.decoder is not decoder)
-        assert packs or weights.head is decoder.head_weight
-
-
-def test_types_that_cannot_be_packed_are_read_in_place():
-    decoder = tiny_decoder().double()
-    assert RolloutWeights(decoder, 1000).decoder is decoder
-
-
 def requests_of(count, limit, seed=0):
     rng = np.random.default_rng(seed)
     return [Request(rng.integers(0, 150, rng.integers(1, 20)), index, limit) for index in range(count)]
@@ -85,9 +28,45 @@ def requests_of(count, limit, seed=0):
 
 def uncached(decoder, request, completion):
     """Log-probabilities of a completion by the forward of training."""
-    logits = logits_of(decoder, decoder.head_weight, np.concatenate([request.prompt, completion.tokens]))
+    logits = logits_of(decoder, decoder.head_weight, np.concatenate([request.prompt, completion.tokens])).float()
     chosen = logits.log_softmax(-1)[len(request.prompt) - 1 : -1].gather(1, torch.from_numpy(completion.tokens)[:, None])
-    return chosen[:, 0].detach().numpy()
+    return chosen[:, 0].detach().float().numpy()
+
+
+def assert_true_to(decoder, requests, completions, mean_error=None):
+    """Log-probabilities are those of the decoder as it is now."""
+    for request, completion in zip(requests, completions, strict=True):
+        expected = uncached(decoder, request, completion)
+        if mean_error is None:
+            np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+        else:
+            assert np.abs(completion.log_probs - expected).mean() < mean_error
+
+
+@pytest.mark.parametrize("limit", [31, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "qk_norm": True, "output_bias": True, "mlp_bias": True}])
+def test_every_parameter_takes_part(changes, dtype, limit):
+    decoder = tiny_decoder(**changes).to(dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    requests = requests_of(4, None)
+    completions = Engine(decoder, seed=2).generate(requests, SamplingParams(limit))
+    assert_true_to(decoder, requests, completions, 0.05 if dtype == torch.bfloat16 else None)
+
+
+def test_a_rollout_leaves_the_learner_alone():
+    decoder = tiny_decoder()
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in decoder.named_parameters()}
+    Engine(decoder, seed=2).generate(requests_of(2, None), SamplingParams(40))
+    assert [name for name, _ in decoder.named_parameters()] == list(before)
+    for name, parameter in decoder.named_parameters():
+        assert parameter.data_ptr() == before[name][0] and torch.equal(parameter, before[name][1])
+        assert parameter.requires_grad and not parameter.is_mkldnn and not parameter.is_inference()
+    logits_of(decoder, decoder.head_weight, np.arange(5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
 
 
 def test_many_steps_give_the_same_tokens_as_few():
@@ -109,8 +88,8 @@ def test_an_update_between_two_calls_is_seen(limit):
     change(decoder)
     after = engine.generate(requests, params)
     assert [c.tokens.tolist() for c in before] != [c.tokens.tolist() for c in after]
-    for request, old, new in zip(requests, before, after, strict=True):
-        np.testing.assert_allclose(new.log_probs, uncached(decoder, request, new), atol=1e-4)
+    assert_true_to(decoder, requests, after)
+    for request, old in zip(requests, before, strict=True):
         assert np.abs(old.log_probs - uncached(decoder, request, old)).max() > 1e-2
 
 
