@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import REVERSE, Outcome, with_keys
 from test_bad_input import _toml as to_toml_text
 from test_runs import assert_equal, records, run, state
@@ -127,6 +128,26 @@ def test_twenty_and_twenty_steps_are_forty_bit_for_bit(name: str, tmp_path: Path
     halves = run(data, tmp_path / "halves", resume="latest", train__steps=40)
     assert_equal(state(whole), state(halves))
     assert records(whole) == records(halves) and len(records(whole)) == 41
+
+
+@pytest.mark.parametrize("name", ["reward_model", "dpo", "kto"])
+def test_how_work_is_split_does_not_change_what_is_learned(name: str, tmp_path: Path) -> None:
+    """The reference point of KTO included. A large eps keeps Adam from blowing up gradients that are only rounding."""
+
+    def learned(token_budget: int) -> dict[str, torch.Tensor]:
+        data = {**PAIRS, "data": {"pairs": pairs_file(tmp_path)}, "run_dir": "unused", **KINDS[name]}
+        data = with_keys(data, train={"steps": 3, "prompts_per_step": 10}, actor__optimizer__eps=1e-3)
+        made = build(validate(with_keys(data, train__token_budget=token_budget), "test"))
+        try:
+            made.trainer.train(3)
+            (network,) = made.state_dict()["actor"]["networks"].values()
+            return {key: tensor.clone() for key, tensor in network.items()}
+        finally:
+            made.runtime.stop()
+
+    whole, split = learned(4096), learned(16)
+    for key, tensor in whole.items():
+        torch.testing.assert_close(tensor, split[key], rtol=0, atol=1e-6)
 
 
 def test_a_run_goes_on_from_its_own_reward_model_and_evaluates_as_it_did(hybridflow: Program, tmp_path: Path) -> None:
