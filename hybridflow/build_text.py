@@ -117,6 +117,7 @@ class TextParts:
             "max_slots": config.generation.max_slots,
             "kv_cache_gb": config.generation.kv_cache_gb,
             "engine": config.generation.engine,
+            "precision": config.generation.precision,
             "max_length": self._longest() + config.generation.max_new_tokens,
         }
         return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
@@ -252,7 +253,8 @@ class TextParts:
                 "set data.max_prompt_tokens and data.on_long_prompt, or lower max_new_tokens"
             )
         if generation.kv_cache_gb is not None:
-            size = position_bytes(self.decoder.spec, self.decoder.dtype.itemsize)
+            itemsize = 2 if generation.precision == "bfloat16" else self.decoder.dtype.itemsize
+            size = position_bytes(self.decoder.spec, itemsize)
             problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
             if problem:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")

@@ -180,6 +180,7 @@ def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
     ):
         bench.add_argument(name, type=int, default=default, help=f"{text}; default: {default}")
     bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    bench.add_argument("--precision", choices=("full", "bfloat16", "int8"), default="full", help="of the engine")
     bench.add_argument("--threads", type=int, help="default: torch's, usually all cores")
     bench.add_argument("--json", action="store_true")
 
@@ -240,7 +241,7 @@ def _bench(options: Any) -> None:
     from hybridflow.commands.bench import Workload, bench_rollout
 
     workload = Workload(options.prompts, options.group, options.prompt_tokens, options.new_tokens)
-    bench_rollout(options.model, workload, options.dtype, options.threads, options.json)
+    bench_rollout(options.model, workload, options.dtype, options.precision, options.threads, options.json)
 
 
 def _show(options: Any) -> int | None:

@@ -27,6 +27,7 @@ from hybridflow.core.config import Config, apply_overrides, keys, parse, read_to
 from hybridflow.core.errors import ConfigError
 from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
+from hybridflow.generation.weights import Precision
 from hybridflow.models.nets import NetConfig
 from hybridflow.rollout.buffer import ReplayConfig
 from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
@@ -102,6 +103,8 @@ class GenerationConfig(Config):
 
     engine: Literal["hybridflow", "vllm"] = "hybridflow"
     """what draws responses: our engine on the weights in place, or vLLM (to be installed) in a process of its own"""
+    precision: Precision = "full"
+    """of the engine: the actor's dtype, or bfloat16 or int8, faster, with log-probs that differ from the learner's"""
     max_new_tokens: int = Field(64, gt=0)
     """tokens of a response at most"""
     temperature: float = Field(1.0, gt=0)
@@ -312,6 +315,11 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:
+    generation = config.generation
+    if generation.engine == "vllm" and generation.precision != "full":
+        yield f'generation.precision = {generation.precision!r} needs generation.engine = "hybridflow"'
+    if generation.precision == "int8" and config.torch_device.type != "cpu":
+        yield f'generation.precision = "int8" runs on CPUs only, and this run is on {config.torch_device}; use "bfloat16"'
     if config.actor.model is None and config.actor.fresh is None:
         yield '[actor] needs model = "..." (hybridflow models list) or a section [actor.fresh]'
     if "teacher" in config.sections() and config.teacher.model is None:

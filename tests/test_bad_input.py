@@ -94,6 +94,10 @@ def one_line(outcome: Outcome) -> str:
         ({"reward": {"functions": ["json:dump"]}}, "requires a parameter"),
         ({"reward": {"functions": ["json:lods"]}}, "did you mean"),
         ({"generation__max_new_tokens": 5000}, "over the model's 2048 positions"),
+        (
+            {"generation": {"engine": "vllm", "precision": "int8"}},
+            "generation.precision = 'int8' needs generation.engine = \"hybridflow\"",
+        ),
         ({"generation__kv_cache_gb": 1e-6}, "over kv_cache_gb 1e-06; raise kv_cache_gb or lower max_new_tokens"),
         ({"data__max_prompt_tokens": 2}, "max_prompt_tokens is 2"),
         ({"algorithm": "grppo"}, "algorithm = 'grppo': input should be 'sft', "),

@@ -18,15 +18,19 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridflow.commands.show import Row, print_table
 from hybridflow.commands.talk import model_folder
+from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import UserError
 from hybridflow.core.seeding import generator, torch_generator
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Request, SamplingParams
+from hybridflow.generation.weights import Precision
 from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextPolicy
 from hybridflow.models.sources import resolve
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import load_decoder
@@ -46,6 +50,7 @@ _PARTS = {
     "ops/linear.py": "linear",
     "generation/attention.py": "attention",
     "generation/kv_cache.py": "attention",
+    "generation/weights.py": "linear",
     "generation/sampling.py": "sampling",
 }
 """A part begins where a function of its file is called."""
@@ -87,15 +92,19 @@ class _Bench:
     peak: list[float] = field(default_factory=list)
     bandwidth: list[float] = field(default_factory=list)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices that the limit is reckoned with: int8's are the learner's."""
+        return torch.bfloat16 if self.engine.precision == "bfloat16" else self.engine.decoder.embed.weight.dtype
+
     def generate(self, workload: Workload) -> None:
         """Random weights never give an end that stops a response: no stop token is set."""
         requests = workload.requests(self.engine.decoder.spec.vocab_size)
         self.engine.generate(requests, SamplingParams(workload.new_tokens))
 
     def repeat(self) -> None:
-        weight = self.engine.decoder.embed.weight
-        self.peak.append(_peak(weight.dtype))
-        self.bandwidth.append(_bandwidth(_matrix_size(self.engine.decoder) * weight.itemsize))
+        self.peak.append(_peak(self.dtype))
+        self.bandwidth.append(_bandwidth(_matrix_size(self.engine.decoder) * self.dtype.itemsize))
         wall, cpu = time.perf_counter(), time.process_time()
         self.generate(self.workload)
         self.cpu.append(time.process_time() - cpu)
@@ -105,11 +114,12 @@ class _Bench:
         decoder, workload = self.engine.decoder, self.workload
         peak, bandwidth = statistics.median(self.peak), statistics.median(self.bandwidth)
         rate = workload.total / statistics.median(self.cpu)
-        limit = workload.total / _least_seconds(decoder, workload, self.engine.max_slots, peak, bandwidth)
+        limit = workload.total / _least_seconds(decoder, workload, self.engine.max_slots, peak, bandwidth, self.dtype)
         return {
             "model": self.name,
             "parameters": sum(parameter.numel() for parameter in decoder.parameters()),
             "dtype": str(decoder.embed.weight.dtype).removeprefix("torch."),
+            "precision": self.engine.precision,
             "threads": torch.get_num_threads(),
             "tokens_per_second": workload.total / statistics.median(self.wall),
             "tokens_per_cpu_second": rate,
@@ -117,11 +127,14 @@ class _Bench:
             "share_of_limit": rate / limit,
             "peak_flops_per_cpu_second": peak,
             "bytes_per_cpu_second": bandwidth,
+            "log_prob_error": _log_prob_error(self.engine, workload),
             "time_split": _time_split(lambda: self.generate(workload)),
         }
 
 
-def bench_rollout(model: str | None, workload: Workload, dtype: str, threads: int | None, as_json: bool) -> None:
+def bench_rollout(
+    model: str | None, workload: Workload, dtype: str, precision: Precision, threads: int | None, as_json: bool
+) -> None:
     """Measure the rollout engine on ``model`` (name, folder, run directory), or on random Qwen2-like ones.
 
     Raises UserError if the workload does not fit the model; ModelError if there is no such model.
@@ -130,7 +143,8 @@ def bench_rollout(model: str | None, workload: Workload, dtype: str, threads: in
         if threads < 1:
             raise UserError(f"bench rollout: --threads is {threads}; expected at least 1")
         torch.set_num_threads(threads)
-    benches = [_Bench(name, Engine(decoder, seed=0), workload) for name, decoder in _decoders(model, getattr(torch, dtype))]
+    decoders = _decoders(model, getattr(torch, dtype))
+    benches = [_Bench(name, Engine(decoder, seed=0, precision=precision), workload) for name, decoder in decoders]
     warm_up = replace(workload, new_tokens=min(2, workload.new_tokens))
     for bench in benches:  # first calls allocate and compile kernels
         bench.generate(warm_up)
@@ -171,6 +185,22 @@ def _decoders(model: str | None, dtype: torch.dtype) -> Iterator[tuple[str, Deco
         yield name, decoder.to(dtype)
 
 
+def _log_prob_error(engine: Engine, workload: Workload) -> float:
+    """Mean distance of log-probabilities from those of the learner's forward, over some responses."""
+    requests = workload.requests(engine.decoder.spec.vocab_size)[:16]
+    completions = engine.generate(requests, SamplingParams(workload.new_tokens))
+    rows = [np.concatenate([request.prompt, done.tokens]) for request, done in zip(requests, completions, strict=True)]
+    batch = Batch(
+        {
+            "tokens": Ragged.from_rows(rows),
+            "response_mask": Ragged.from_rows([np.arange(len(row)) >= workload.prompt_tokens for row in rows]),
+        }
+    )
+    with torch.no_grad():
+        exact = TextPolicy(engine.decoder).outputs(batch)["log_probs"]
+    return float(np.abs(np.concatenate([done.log_probs for done in completions]) - exact.numpy()).mean())
+
+
 # -------------------------------------------------------------------------------------------------------------- the limit
 
 
@@ -180,11 +210,13 @@ def _matrix_size(decoder: Decoder, head: bool = True) -> int:
     return size + decoder.head_weight.numel() * head
 
 
-def _least_seconds(decoder: Decoder, workload: Workload, slots: int, peak: float, bandwidth: float) -> float:
+def _least_seconds(
+    decoder: Decoder, workload: Workload, slots: int, peak: float, bandwidth: float, dtype: torch.dtype
+) -> float:
     """CPU-seconds. A prompt goes through the layers once; its last state and those of decode steps through the head too."""
     rows, layers, whole = workload.prompts * workload.group, _matrix_size(decoder, head=False), _matrix_size(decoder)
     prompts = 2 * layers * workload.prompts * workload.prompt_tokens + 2 * (whole - layers) * rows
-    num_bytes = whole * decoder.embed.weight.itemsize
+    num_bytes = whole * dtype.itemsize
     waves = [slots] * (rows // slots) + [rows % slots] * (rows % slots > 0)
     steps = sum(max(num_bytes / bandwidth, 2 * whole * wave / peak) for wave in waves)
     return prompts / peak + (workload.new_tokens - 1) * steps
@@ -264,5 +296,6 @@ def _machine(row: Row) -> str:
     """What the columns have no room for."""
     peak, bandwidth = row["peak_flops_per_cpu_second"] / 1e9, row["bytes_per_cpu_second"] / 1e9
     return (
-        f"{row['dtype']}, threads: {row['threads']}; at most {peak:.0f} GFLOP, {bandwidth:.0f} GB of weights a CPU-second"
+        f"{row['dtype']}, precision: {row['precision']}, log-probs {row['log_prob_error']:.1g} off the learner's; "
+        f"threads: {row['threads']}; at most {peak:.0f} GFLOP, {bandwidth:.0f} GB of weights a CPU-second"
     )

@@ -4,8 +4,8 @@
                ^                   ^                                                                              │
                └──preempt──────────┴─── finished rows leave, the last active rows move into the holes <───────────┘
 
-Every step is one forward of the decoder over one packed axis: the last token of every active row, then whole prompts of
-those that are admitted. The decoder's parameters are read in place, so there is nothing to publish, export or refresh.
+Every step is one forward of the decoder over one packed axis: the last token of every active row, then prompts, or chunks
+of them, of those that are admitted. The engine runs on the learner's parameters; there is nothing to publish or export.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,9 @@ from hybridflow.generation.request import Completion, FloatArray, IntArray, Requ
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Group, Scheduler
 from hybridflow.generation.table import RequestTable
-from hybridflow.generation.weights import RolloutWeights
+from hybridflow.generation.weights import Precision, RolloutWeights
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.ops.linear import linear
 
 __all__ = ["Engine"]
 
@@ -41,8 +40,8 @@ class Engine:
     ``kv_cache_gb``.
 
     ``generate`` serves a list of requests; ``add``, ``step`` and ``abort`` serve requests that come and go. The weights may
-    change between two steps: set ``version``, and what was cached of the old ones is computed anew, so that every token
-    has the log-probability that the weights of its version give it.
+    change between two steps (who doesn't call ``step`` pauses it): set ``version``, and what was cached of the old ones is
+    computed anew, so that every token has the log-probability that the weights of its version give it.
     """
 
     def __init__(
@@ -53,18 +52,22 @@ class Engine:
         max_slots: int = 64,
         prefill_tokens: int = 2048,
         kv_cache_gb: float | None = None,
+        precision: Precision = "full",
         decode: Decode | None = None,
     ) -> None:
-        """max_slots: most responses in flight; prefill_tokens: most prompt tokens of a step (a longer prompt goes alone);
-        kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows need (while rows grow,
-        one layer is held twice); decode: token ids -> text, needed for stop strings only."""
+        """max_slots: most responses in flight; prefill_tokens: most prompt tokens of a step, so that long prompts are
+        prefilled in chunks; kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows
+        need (while rows grow, one layer is held twice); precision: see ``generation.weights``; decode: token ids -> text,
+        needed for stop strings only."""
         if max_slots < 1 or prefill_tokens < 1:
             raise UserError(f"Engine: max_slots {max_slots} and prefill_tokens {prefill_tokens} have to be at least 1")
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise UserError(f"Engine: kv_cache_gb is {kv_cache_gb}; expected a finite number above 0, or None")
         self.decoder, self.seed, self.decode = decoder, seed, decode
         self.max_slots, self.prefill_tokens, self.kv_cache_gb = max_slots, prefill_tokens, kv_cache_gb
-        self.position_bytes = position_bytes(decoder.spec, decoder.embed.weight.element_size())
+        self.precision: Precision = precision
+        itemsize = 2 if precision == "bfloat16" else decoder.embed.weight.element_size()
+        self.position_bytes = position_bytes(decoder.spec, itemsize)
         self.version = 0
         """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0
@@ -184,13 +187,12 @@ class _Flight:
         self.stop_token_ids = np.array(params.stop_token_ids, dtype=np.int64)
         # A text of n bytes is at most n tokens; the slack is for tokens without text and for cut characters at the edge.
         self.tail = max((len(string.encode()) for string in params.stop_strings), default=0) + 8
-        weight = engine.decoder.embed.weight
-        self.device, self.version = weight.device, engine.version
+        self.device, self.version = engine.decoder.embed.weight.device, engine.version
         self.last_hidden: dict[Group, Tensor] = {}
         """of the prompts that requests still wait for to sample from: the state [1, D] after the last token"""
         with torch.inference_mode():
-            self.weights = RolloutWeights(engine.decoder, steps)
-            self.cache = KVCache(engine.decoder.spec, weight)
+            self.weights = RolloutWeights(engine.decoder, steps, engine.precision)
+            self.cache = KVCache(engine.decoder.spec, self.weights.decoder.embed.weight)
 
     def add(self, request: Request, limit: int) -> int:
         number = self.table.add(request, limit)
@@ -224,7 +226,7 @@ class _Flight:
         if not len(rows):  # the first chunks of a long prompt
             return {}
         draws = uniforms(engine.seed, "sample", self.table.sample_ids[rows], self.table.num_new[rows])
-        tokens, log_probs = sample(linear(hidden, self.weights.head).float(), draws, self.params)
+        tokens, log_probs = sample(self.weights.logits(hidden), draws, self.params)
         stopped = self.emit(rows, tokens.cpu().numpy(), log_probs.cpu().numpy())
         ended = set(rows[stopped].tolist())
         finished, moves = scheduler.advance(stopped)

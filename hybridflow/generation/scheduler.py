@@ -72,7 +72,8 @@ class Admission:
 
 
 class Scheduler:
-    """Which of the table's requests run in which slot. Oldest first, by order of arrival: the oldest is never preempted."""
+    """Which of the table's requests run in which slot. Groups come in the order of their first requests, whom later ones
+    with the same prompt join until it is prefilled; the oldest active request is never preempted."""
 
     def __init__(self, table: RequestTable, max_slots: int, prefill_tokens: int, budget: int | None = None) -> None:
         """prefill_tokens: most prompt tokens of a step; budget: positions of the cache."""

@@ -14,6 +14,7 @@ from hybridflow.data.text import Tokenizer
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
 from hybridflow.generation.vllm_engine import VLLMEngine
+from hybridflow.generation.weights import Precision
 
 __all__ = ["PolicySource", "TextSampler"]
 
@@ -50,11 +51,13 @@ class TextSampler:
         max_slots: int,
         kv_cache_gb: float | None,
         engine: Literal["hybridflow", "vllm"] = "hybridflow",
+        precision: Precision = "full",
         max_length: int = 0,
     ) -> None:
         self.context, self.tokenizer, self.params = context, tokenizer, params
         self.seed, self.max_slots, self.kv_cache_gb = seed, max_slots, kv_cache_gb
         self.engine_name, self.max_length = engine, max_length
+        self.precision: Precision = precision
         self.vllm: VLLMEngine | None = None
 
     def attach(self, source: PolicySource) -> None:
@@ -71,7 +74,7 @@ class TextSampler:
         if self.engine_name == "vllm":
             self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
         else:
-            self.engine = Engine(policy.decoder, **args)
+            self.engine = Engine(policy.decoder, precision=self.precision, **args)
 
     @control
     def close(self) -> None:

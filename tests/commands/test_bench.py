@@ -17,13 +17,19 @@ from hybridflow.models.decoder import Decoder
 SHORT = ("--prompts", 3, "--group", 2, "--prompt-tokens", 5, "--new-tokens", 4, "--threads", 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bench_measures_the_engine(hybridflow: Callable[..., Outcome], tiny_model: Path, dtype: str) -> None:
-    outcome = hybridflow("bench", "rollout", tiny_model, *SHORT, "--dtype", dtype, "--json")
+@pytest.mark.parametrize(
+    ("dtype", "precision", "error"),
+    [("float32", "full", 1e-5), ("bfloat16", "full", 3e-2), ("float32", "bfloat16", 3e-2), ("float32", "int8", 0.1)],
+)
+def test_bench_measures_the_engine(
+    hybridflow: Callable[..., Outcome], tiny_model: Path, dtype: str, precision: str, error: float
+) -> None:
+    outcome = hybridflow("bench", "rollout", tiny_model, *SHORT, "--dtype", dtype, "--precision", precision, "--json")
     assert outcome.code == 0, outcome
     (row,) = json.loads(outcome.out)
     split = row.pop("time_split")
     assert (row.pop("model"), row.pop("dtype"), row.pop("threads")) == (str(tiny_model), dtype, 1)
+    assert row.pop("precision") == precision and row["log_prob_error"] < error
     assert all(math.isfinite(value) and value > 0 for value in row.values())
     assert row["share_of_limit"] == pytest.approx(row["tokens_per_cpu_second"] / row["limit_tokens_per_cpu_second"])
     assert 0 < row["share_of_limit"] < 1.5
@@ -38,7 +44,7 @@ def test_bench_shows_a_table(hybridflow: Callable[..., Outcome], tiny_model: Pat
     columns = ["model", "size", "tok/s", "tok/CPU-s", "limit", "share", "linear", "attend", "sample", "rest"]
     header, row, machine = outcome.out.splitlines()
     assert header.split() == columns and len(row.split()) == len(columns)
-    assert machine.startswith("tiny: float32, threads: 1; at most ")
+    assert machine.startswith("tiny: float32, precision: full, log-probs ")
 
 
 def test_help_explains_every_column(hybridflow: Callable[..., Outcome]) -> None:
@@ -54,9 +60,9 @@ def test_the_limit_by_hand() -> None:
     layers = spec.num_layers * 256 * (256 + 2 * 128 + 256 + 3 * 704)
     head = 256 * 8192
     workload = Workload(prompts=3, group=1, prompt_tokens=10, new_tokens=5)
-    computing = _least_seconds(decoder, workload, slots=2, peak=1.0, bandwidth=math.inf)
+    computing = _least_seconds(decoder, workload, slots=2, peak=1.0, bandwidth=math.inf, dtype=torch.float32)
     assert computing == 2 * (3 * 10 * layers + 3 * head) + 4 * 2 * 3 * (layers + head)
-    reading = _least_seconds(decoder, workload, slots=2, peak=math.inf, bandwidth=1.0)
+    reading = _least_seconds(decoder, workload, slots=2, peak=math.inf, bandwidth=1.0, dtype=torch.float32)
     assert reading == 4 * 2 * 4 * (layers + head)
 
 

@@ -112,3 +112,26 @@ def test_an_update_between_two_steps_is_seen(limit):
         assert completion.versions.tolist() == [0] * 10 + [1] * (limit - 10)
         expected = np.concatenate([uncached(old, request, completion)[:10], uncached(decoder, request, completion)[10:]])
         np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "error"), [("bfloat16", 0.05), ("int8", 0.1)])
+@pytest.mark.parametrize("limit", [20, 40])
+def test_a_lower_precision_is_near_the_learner(precision, error, limit):
+    decoder = tiny_decoder(tied=False, qk_norm=True, output_bias=True)
+    requests = requests_of(8, None)
+    engine = Engine(decoder, seed=2, precision=precision)
+    completions = engine.generate(requests, SamplingParams(limit))
+    assert_true_to(decoder, requests, completions, error)
+    far = [abs(c.log_probs - uncached(decoder, r, c)).max() for r, c in zip(requests, completions, strict=True)]
+    assert max(far) > 1e-4  # it is rounded
+    change(decoder)
+    assert_true_to(decoder, requests, engine.generate(requests, SamplingParams(limit)), error)
+
+
+def test_int8_rows_do_not_depend_on_their_company():
+    decoder, requests = tiny_decoder(), requests_of(12, None)
+    together = Engine(decoder, seed=2, precision="int8").generate(requests, SamplingParams(20))
+    alone = [Engine(decoder, seed=2, precision="int8").generate([r], SamplingParams(20))[0] for r in requests]
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=2e-3)
