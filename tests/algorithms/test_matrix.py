@@ -1,6 +1,6 @@
 """Every policy-gradient method with every policy loss, aggregation and KL: it trains, or it is refused with a reason.
 
-``python tests/algorithms/test_matrix.py`` prints docs/algorithms.md, which is checked here.
+``python tests/algorithms/test_matrix.py`` prints docs/combinations.md, which is checked here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridflow.workers.estimator import EstimatorWorker
 
 Keys = Mapping[str, Any]
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 METHODS = {name: method for name, method in ALGORITHMS.items() if issubclass(method.algorithm, PolicyGradient)}
 KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
 AGGREGATIONS = (None, "token_mean", "sequence_mean", "constant")
@@ -214,7 +214,7 @@ def test_methods_are_as_long_as_in_the_paper() -> None:
 
 
 def page() -> str:
-    """docs/algorithms.md"""
+    """docs/combinations.md"""
     return "\n".join([HEAD, *roles_table(), KL_HEAD, *kl_table(), LOSS_HEAD, *loss_table(), ""])
 
 
