@@ -9,6 +9,7 @@ import ast
 import copy
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -31,7 +32,8 @@ from hybridflow.workers.estimator import EstimatorWorker
 
 Keys = Mapping[str, Any]
 
-PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "combinations.md"
 METHODS = {name: method for name, method in ALGORITHMS.items() if issubclass(method.algorithm, PolicyGradient)}
 KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
 AGGREGATIONS = (None, "token_mean", "sequence_mean", "constant")
@@ -208,6 +210,8 @@ def test_methods_are_as_long_as_in_the_paper() -> None:
     generations = {name: "\n".join(body).count("actor.rollout") for name, body in lines.items()}
     assert generations == {**dict.fromkeys(METHODS, 1), "remax": 2}
     assert "critic" not in inspect.signature(METHODS["remax"].algorithm).parameters
+    [told] = re.findall(r"PPO\s+is\s+(\d+)\s+lines,\s+Safe\s+RLHF\s+adds\s+(\d+)", (ROOT / "README.md").read_text())
+    assert [int(number) for number in told] == [len(lines["ppo"]), len(lines["safe_rlhf"]) - len(lines["ppo"])]
 
 
 # --- the page ---
@@ -220,7 +224,8 @@ def page() -> str:
 
 HEAD = """# Policy-gradient methods
 
-Printed by `python tests/algorithms/test_matrix.py`; a test trains one step of every combination.
+Printed by `python tests/algorithms/test_matrix.py`; a test trains one step of every combination. What each method computes
+is in [algorithms.md](algorithms.md).
 
 ## What a method needs
 """
