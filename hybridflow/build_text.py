@@ -59,7 +59,8 @@ class TextParts:
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:
-        return self._evaluate if self.held_out is not None and self.has_reward else None
+        scored = self.has_reward or self.config.evaluation.functions
+        return self._evaluate if self.held_out is not None and scored else None
 
     @property
     def has_reward(self) -> bool:
@@ -97,7 +98,7 @@ class TextParts:
             "actor": lambda: self.actor,
             "critic": self.critic,
             "scorers": self.scorers,
-            "cost": self.cost,
+            "cost": lambda: self.cost,
             "baseline": self.baseline,
             "cost_critic": self.cost_critic,
             "teacher": self.teacher,
@@ -136,6 +137,8 @@ class TextParts:
 
     def scorers(self) -> list[Scorer]:
         """The reward, if there is one or the method needs it, and the reference if the method needs it."""
+        if self.config.evaluation.functions:
+            _ = self.examiner  # now: a wrong function should not wait for a model to load
         needs_reward = "teacher" not in self.config.sections()
         scorers: list[Scorer] = [self.reward] if needs_reward or self.has_reward else []
         if self.config.needs_reference:
@@ -164,10 +167,14 @@ class TextParts:
 
     @cached_property
     def examiner(self) -> Any:
-        """What evaluation asks: the task's own reward where a reward model replaces it in training, else the reward."""
+        """What evaluation asks: its own functions, or the task's reward where a reward model replaces it in training, or
+        the reward."""
+        section = ScorerConfig(functions=self.config.evaluation.functions)
         stands_in = self.config.reward.model is not None and self.task.reward is not None
-        return self._judge("examiner", ScorerConfig(), self._reward_specs()) if stands_in else self.reward
+        specs = section.specs() or (self._reward_specs() if stands_in else ())
+        return self._judge("examiner", section, specs) if specs else self.reward
 
+    @cached_property
     def cost(self) -> Any:
         """A second scorer, whose scores are ``costs``."""
         return self._judge("cost", self.config.cost, self.config.cost.specs(), "costs", second=True)
@@ -187,6 +194,7 @@ class TextParts:
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
             networks = Networks(build, "reward", ("tokens",))
             of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
+            of_model["end_tokens"] = self.tokenizer.eos_token_ids
             return self.runtime.role(Role(name, RewardModelScorer, {**args, **of_model}, rename))
         if not specs:
             hint = "" if second else ", or use a task, which brings its own"
@@ -220,9 +228,19 @@ class TextParts:
         scores = batch["scores"][~batch["score_failed"]].astype(np.float64)
         if not len(scores):
             raise RewardError("evaluation: the reward failed on every held-out prompt")
+        others = self._others(batch)
         if np.isin(scores, (0.0, 1.0)).all():
-            return Evaluation(float(scores.mean()), *wilson_interval(int(scores.sum()), len(scores)), len(scores))
-        return Evaluation(*mean_interval(scores.tolist()), len(scores))
+            return Evaluation(float(scores.mean()), *wilson_interval(int(scores.sum()), len(scores)), len(scores), others)
+        return Evaluation(*mean_interval(scores.tolist()), len(scores), others)
+
+    def _others(self, batch: Batch) -> dict[str, float]:
+        """Of the evaluated responses, what training looks at besides the score: mean reward, mean cost."""
+        others = {}
+        if self.has_reward and self.examiner is not self.reward:
+            others["reward"] = _mean(self.reward.score(batch), "scores")
+        if "cost" in self.config.sections():
+            others["cost"] = _mean(self.cost.score(batch), "costs")
+        return others
 
     def _reward_specs(self) -> tuple[RewardSpec, ...]:
         own = (RewardSpec(self.task.reward),) if self.task.reward else ()
@@ -258,3 +276,8 @@ class TextParts:
             problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
             if problem:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")
+
+
+def _mean(batch: Batch, name: str) -> float:
+    """Of the rows on which no scorer failed; NaN if there is none."""
+    return float(np.mean(batch[name][~batch["score_failed"]], dtype=np.float64))

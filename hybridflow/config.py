@@ -151,6 +151,8 @@ class EvaluationConfig(Config):
     """held-out prompts, or episodes"""
     temperature: float = Field(0.0, ge=0)
     """0: greedy"""
+    functions: tuple[str, ...] = ()
+    """score with these functions instead of the reward: with what a reward model stands in for, or keep an eye on it"""
 
 
 class CheckpointConfig(Config):
@@ -296,6 +298,8 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     if issubclass(method.algorithm, PolicyGradient):
         given = "data" if config.environment is None else "environment"
         yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
+    if config.evaluation.functions and (config.environment is not None or method.records == "pairs"):
+        yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
     if config.train.updates_per_step > 1 and config.algorithm != "dqn":

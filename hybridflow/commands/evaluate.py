@@ -38,7 +38,8 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(record))
     else:
-        print(f"score {result.score:.3f}, 95 % confidence [{result.low:.3f}, {result.high:.3f}], n {result.count}")
+        others = "".join(f", {name} {value:.3f}" for name, value in result.others.items())
+        print(f"score {result.score:.3f}, 95 % confidence [{result.low:.3f}, {result.high:.3f}], n {result.count}{others}")
 
 
 def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:

@@ -16,7 +16,7 @@ __all__ = ["Chart", "Run", "main_charts", "other_charts", "smooth", "smoothing_s
 
 Series = NDArray[np.float64]
 
-LINES = ("reward/mean", "episode_return/mean")
+LINES = ("reward/mean", "cost/mean", "lambda", "episode_return/mean")
 DIAGNOSTICS = ("kl", "response_length/mean", "entropy", "tokens_per_s", "env_steps_per_s", "grad_norm")
 SHOWN = {"step", *LINES, *DIAGNOSTICS, *TIME_SPLIT, "time/step_s", "eval/score", "eval/low", "eval/high", "eval/count"}
 MAX_POINTS = 1500

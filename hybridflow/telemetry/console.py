@@ -28,11 +28,14 @@ Values = Mapping[str, float]
 # key -> name on a plain line; what a step lacks is left out
 NUMBERS = {
     "reward/mean": "reward",
+    "cost/mean": "cost",
+    "lambda": "lambda",
     "episode_return/mean": "return",
     "loss/policy": "loss",
     "kl": "kl",
     "response_length/mean": "length",
 }
+EVALUATION = ("eval/score", "eval/low", "eval/high", "eval/count")
 SPEEDS = {"tokens_per_s": "tok/s", "env_steps_per_s": "steps/s"}
 PARTS = {
     "time/generate_s": ("gen", "blue"),
@@ -96,11 +99,13 @@ class RunConsole:
             self.note("  ".join(self._words()))
 
     def evaluation(self, step: int, metrics: Values) -> None:
-        """Show ``eval/score`` with its interval and count."""
+        """Show ``eval/score`` with its interval and count, and what else was measured."""
         self._evaluations.append((step, metrics))
         words = [f"eval {step}/{self._steps}", f"score {_interval(metrics)}"]
         if "eval/count" in metrics:
             words.append(f"n {metrics['eval/count']:.0f}")
+        others = {key: value for key, value in metrics.items() if key not in EVALUATION}
+        words += [f"{key.removeprefix('eval/').replace('_', ' ')} {format_number(value)}" for key, value in others.items()]
         self.note("  ".join(words))
 
     def note(self, text: str, style: str = "") -> None:

@@ -23,6 +23,8 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("reward", "", "mean score of the step's responses"),
     "reward/std": Metric("reward spread", "", "standard deviation of the step's scores"),
     "reward/failed": Metric("failed rewards", "responses", "responses on which the reward function failed"),
+    "cost/mean": Metric("cost", "", "mean cost of the step's responses"),
+    "lambda": Metric("lambda", "", "multiplier of the cost: what a unit of it weighs against a unit of reward"),
     "episode_return/mean": Metric("return", "", "mean undiscounted return of the episodes that ended in the step"),
     "kl": Metric("KL", "nats/token", "estimated KL divergence of the policy from the reference, per token"),
     "entropy": Metric("entropy", "nats/token", "mean entropy of the policy's distribution, per token or environment step"),
@@ -46,6 +48,8 @@ METRICS: dict[str, Metric] = {
     "eval/low": Metric("evaluation, low", "", "lower end of the 95 % confidence interval of eval/score"),
     "eval/high": Metric("evaluation, high", "", "upper end of the 95 % confidence interval of eval/score"),
     "eval/count": Metric("evaluation size", "samples", "responses or episodes evaluated"),
+    "eval/reward": Metric("evaluated reward", "", "mean of what is trained for, where evaluations have another score"),
+    "eval/cost": Metric("evaluated cost", "", "mean cost of the evaluated responses"),
     "memory/rss_gb": Metric("memory", "GB", "resident memory of the driver process (10^9 bytes)"),
 }
 

@@ -73,10 +73,22 @@ class RewardScorer:
 
 
 class RewardModelScorer:
-    """A frozen reward model: ``scores`` of whole rows, prompt and response. A score of NaN is a NonFiniteError."""
+    """A frozen reward model: ``scores`` of whole rows, prompt and response. A score of NaN is a NonFiniteError.
 
-    def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, second: bool = False) -> None:
-        self.context, self.token_budget, self.second = context, token_budget, second
+    Every row is read with the first of ``end_tokens`` behind it, also where a limit cut the response: the rows of pairs,
+    which the model was trained on, end so, and its score is read off the last token.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        networks: Networks,
+        token_budget: int,
+        end_tokens: tuple[int, ...],
+        second: bool = False,
+    ) -> None:
+        self.context, self.token_budget, self.end_tokens, self.second = context, token_budget, end_tokens, second
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
 
     @remote(
@@ -85,7 +97,8 @@ class RewardModelScorer:
         kind="reward",
     )
     def score(self, batch: Batch, /) -> Batch:
-        scores = score_rows(self.model, batch, self.token_budget)
+        rows = Batch({"tokens": _ended(batch.ragged("tokens"), self.end_tokens)}, len(batch))
+        scores = score_rows(self.model, rows, self.token_budget)
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model gives row {int((~np.isfinite(scores)).argmax())} no finite score")
         exact = scores.astype(np.float64)
@@ -93,6 +106,11 @@ class RewardModelScorer:
         self.context.metrics.add("std", exact.std() if len(exact) else 0.0)
         failed = batch["score_failed"] if self.second else np.zeros(len(batch), bool)
         return Batch({"scores": scores, "score_failed": failed}, len(batch))
+
+
+def _ended(tokens: Ragged, end_tokens: tuple[int, ...]) -> Ragged:
+    rows = [[*(row[:-1] if row[-1] in end_tokens else row), end_tokens[0]] for row in tokens]
+    return Ragged.from_rows(rows, np.int64)
 
 
 class ModelScorer:

@@ -100,9 +100,16 @@ def reward_model(scale: float = 1.0) -> Networks:
     return Networks(lambda: {"reward": TextReward(body, head)}, "reward", ("tokens",))
 
 
-def test_a_reward_model_scores_each_row_at_its_last_token_however_rows_are_split() -> None:
+def reward_scorer(networks: Networks | None = None, token_budget: int = 100, second: bool = False) -> RewardModelScorer:
+    networks = networks or reward_model()
+    return RewardModelScorer(
+        WorkerContext(), networks=networks, token_budget=token_budget, end_tokens=(18, 17), second=second
+    )
+
+
+def test_a_reward_model_scores_each_row_however_rows_are_split() -> None:
     data = batch()
-    one, other = (RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=n) for n in (1, 1000))
+    one, other = (reward_scorer(token_budget=n) for n in (1, 1000))
     scores = one.score(data)["scores"]
     np.testing.assert_allclose(scores, other.score(data)["scores"], atol=1e-6)
     alone = [float(one.score(data.rows([i]))["scores"][0]) for i in range(len(data))]
@@ -114,16 +121,23 @@ def test_a_reward_model_scores_each_row_at_its_last_token_however_rows_are_split
     assert one.context.metrics.values()["mean"] != 0
 
 
+def test_a_reward_model_reads_every_row_as_it_was_trained_with_one_end_token() -> None:
+    ends = ([3, 4, 5], [3, 4, 5, 18], [3, 4, 5, 17])  # cut by the limit, ended, ended by another end token
+    data = Batch({"tokens": Ragged.from_rows(ends, np.int64)})
+    trained = reward_model().build()["reward"].outputs(data.rows([1]))["scores"].item()
+    np.testing.assert_allclose(reward_scorer().score(data)["scores"], [trained] * 3, atol=1e-6)
+
+
 def test_a_reward_model_keeps_the_failures_of_the_scorer_before_it() -> None:
     data = batch(3)
     failed = np.array([True, False, False])
-    second = RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=100, second=True)
+    second = reward_scorer(second=True)
     assert second.score(data.with_columns(score_failed=failed))["score_failed"].tolist() == [True, False, False]
-    first = RewardModelScorer(WorkerContext(), networks=reward_model(), token_budget=100)
+    first = reward_scorer()
     assert not first.score(data)["score_failed"].any()
 
 
 def test_a_reward_model_that_gives_no_number_stops() -> None:
-    broken = RewardModelScorer(WorkerContext(), networks=reward_model(float("nan")), token_budget=100)
+    broken = reward_scorer(reward_model(float("nan")))
     with pytest.raises(NonFiniteError, match="row 0 no finite score"):
         broken.score(batch(2))
