@@ -16,6 +16,7 @@ from hybridflow.models.spec import DecoderSpec
 __all__ = ["Copy", "Place", "Shape", "SlotTable", "position_bytes", "round_up", "shortage"]
 
 _ROUND = 16  # lengths are multiples of this, so that views and room last for a few steps
+_FIRST = 64  # positions of a row to begin with: growing costs more than this little memory
 
 
 def round_up(length: int) -> int:
@@ -86,7 +87,7 @@ class Shape:
         what is needed, and rows as far as they go.
         """
         need, most = need.rounded, most.rounded
-        length = max(need.length, min(most.length, round_up(self.length * 3 // 2)))
+        length = max(need.length, min(most.length, max(_FIRST, round_up(self.length * 3 // 2))))
         rows, prompts = max(need.rows, most.rows), max(need.prompts, most.prompts)
         generous = Shape(rows, length, prompts, max(need.prompt_length, most.prompt_length) if prompts else 0)
         if budget is None or generous.size <= budget:

@@ -63,16 +63,16 @@ def test_a_shape_holds_what_is_smaller_in_every_dimension():
 def test_rows_grow_by_half_and_everything_else_at_once():
     most = Shape(8, 100, 3, 40)
     first = Shape().grown(Shape(2, 10, 1, 20), most, None)
-    assert first == Shape(8, 16, 3, 48)
+    assert first == Shape(8, 64, 3, 48)
     assert Shape(8, 64, 3, 48).grown(Shape(2, 65, 1, 20), most, None) == Shape(8, 96, 3, 48)
     assert Shape(8, 96, 3, 48).grown(Shape(2, 97, 1, 20), most, None) == Shape(8, 112, 3, 48)  # never beyond the longest
-    assert Shape().grown(Shape(2, 10), Shape(8, 100), None) == Shape(8, 16)
+    assert Shape().grown(Shape(2, 10), Shape(8, 40), None) == Shape(8, 48)
 
 
 def test_a_budget_leaves_what_is_needed_and_rows_as_far_as_they_go():
     most = Shape(8, 100, 3, 40)
-    assert Shape().grown(Shape(2, 10, 1, 20), most, 8 * 16 + 3 * 48) == Shape(8, 16, 3, 48)
-    assert Shape().grown(Shape(2, 10, 1, 20), most, 8 * 16 + 3 * 48 - 1) == Shape(8, 16, 1, 32)
+    assert Shape().grown(Shape(2, 10, 1, 20), most, 8 * 64 + 3 * 48) == Shape(8, 64, 3, 48)
+    assert Shape().grown(Shape(2, 10, 1, 20), most, 8 * 64 + 3 * 48 - 1) == Shape(8, 16, 1, 32)
     assert Shape().grown(Shape(2, 10, 1, 20), most, 5 * 16 + 32) == Shape(5, 16, 1, 32)
     assert Shape().grown(Shape(2, 10, 1, 20), most, 2 * 16 + 32) == Shape(2, 16, 1, 32)
 
