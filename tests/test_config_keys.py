@@ -12,7 +12,7 @@ from hybridflow.config import RunConfig, load_config, resolved, validate
 from hybridflow.core.config import keys, read_toml
 
 ROOT = Path(hybridflow.__file__).parent
-EXAMPLES = sorted((ROOT.parent / "examples").glob("*.toml"))
+EXAMPLES = sorted((ROOT.parent / "examples").rglob("*.toml"))
 
 
 def test_every_key_is_read_by_something() -> None:

@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Outcome
 
 from hybridflow.core.config import parse
+from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.sources import MODELS, cache_home
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import read_spec, save_decoder
 from hybridflow.rollout import scorers
 from hybridflow.rollout.rewards import RewardConfig, RewardPool
 
 ROOT = Path(__file__).parent.parent
+SAMPLED = "examples/rlhf/sample.toml"
 SHORT = {
     "reverse.toml": ["--train.steps", "3"],
     "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
@@ -32,6 +37,9 @@ SHORT = {
     "dpo.toml": ["--train.steps", "2"],
     "reward_model.toml": ["--train.steps", "2"],
     "bench": ["--prompts", "1", "--new-tokens", "4"],
+    "sample.toml": ["--evaluation.limit", "4"],
+    "ppo.toml": ["--train.steps", "2", "--train.prompts_per_step", "4", "--evaluation.limit", "4"],
+    "safe.toml": ["--train.steps", "2", "--train.prompts_per_step", "4", "--evaluation.limit", "4"],
     "ppo_addition.toml": ["--train.steps", "1", "--train.prompts_per_step", "4", "--evaluation.limit", "2"],
 }
 
@@ -96,6 +104,32 @@ def test_the_readme_s_commands_run(
             assert outcome.code == 0, (words, outcome)
 
 
+@pytest.fixture
+def wordy_model(real_model: Path, tmp_path: Path) -> Path:
+    """A tiny random decoder over the real model's tokens, so that its samples hold words that scorers know."""
+    decoder = Decoder(DecoderSpec("llama", read_spec(real_model).vocab_size, 16, 32, 1, 2, 2, 8, 128))
+    init_weights(decoder, torch.Generator().manual_seed(0))
+    save_decoder(decoder, tmp_path / "wordy", copy_from=real_model)
+    return tmp_path / "wordy"
+
+
+def test_the_commands_of_the_rlhf_page_run(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wordy_model: Path
+) -> None:
+    """On a tiny model instead of the page's."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    for path in (tmp_path / "examples" / "rlhf").glob("*.toml"):
+        text = re.sub(r"^freeze = .*\n", "", path.read_text(), flags=re.MULTILINE)
+        path.write_text(text.replace("smollm2-135m", str(wordy_model)))
+    monkeypatch.chdir(tmp_path)
+    pages = [words for words in commands(ROOT / "docs" / "rlhf.md") if words[0] == "hybridflow"]
+    trained = {words[2] for words in pages if words[1] == "train"}
+    assert trained == {f"examples/rlhf/{path.name}" for path in (ROOT / "examples/rlhf").glob("*.toml")} - {SAMPLED}
+    for words in pages:
+        outcome = hybridflow(*shortened([word.replace("smollm2-135m", str(wordy_model)) for word in words])[1:])
+        assert outcome.code == 0, (words, outcome)
+
+
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "README.md").read_text()
@@ -115,7 +149,7 @@ def test_make_has_the_readme_s_targets() -> None:
 
 
 def test_links_and_pictures_exist() -> None:
-    for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md"):
+    for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
