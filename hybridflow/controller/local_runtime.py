@@ -7,7 +7,7 @@ it declared to write, one row for each row unless it makes its own, and every ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from hybridflow.core.batch import Batch
@@ -15,7 +15,7 @@ from hybridflow.core.errors import ContractError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.roles import Drained, Role, Verb, WorkerContext, is_control, verb_of
 
-__all__ = ["LocalRuntime"]
+__all__ = ["LocalRuntime", "check_reads"]
 
 W = TypeVar("W")
 
@@ -44,9 +44,7 @@ class LocalRuntime:
         role = handle.role
         reads, writes = role.columns_of(verb, arguments)
         where = f"{role.name}.{name}"
-        missing = [column for column in reads if column not in batch]
-        if missing:
-            raise ContractError(f"{where} reads {', '.join(missing)}; the batch has {', '.join(sorted(batch.columns))}")
+        check_reads(where, reads, batch)
         start = time.perf_counter()
         new = getattr(handle.worker, name)(batch.select(reads), *arguments)
         self._spans.append(Span(where, verb.kind, start, time.perf_counter() - start))
@@ -79,6 +77,13 @@ class LocalRuntime:
             if is_control(getattr(type(worker), "close", None)):
                 worker.close()
         self._workers.clear()
+
+
+def check_reads(where: str, reads: Sequence[str], batch: Batch) -> None:
+    """ContractError if ``batch`` lacks a column that the call ``where`` reads."""
+    missing = [column for column in reads if column not in batch]
+    if missing:
+        raise ContractError(f"{where} reads {', '.join(missing)}; the batch has {', '.join(sorted(batch.columns))}")
 
 
 def _has_state(worker: Any) -> bool:

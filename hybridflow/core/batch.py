@@ -6,20 +6,23 @@
     batch.rows([1, 0]).repeat(2)     # four rows: 1, 1, 0, 0
 
 Columns are numpy: dense ``[B, ...]`` for row fields, ``Ragged`` for fields on a time or prompt axis, object arrays for the
-rest (see ``core.fields``). A batch never changes; every operation returns a new one and copies no more than it must.
+rest (see ``core.fields``); ``Traced`` stands for any of them where a program is traced instead of run. A batch never
+changes; every operation returns a new one and copies no more than it must.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybridflow.core.errors import ContractError
-from hybridflow.core.fields import FIELDS
+from hybridflow.core.fields import FIELDS, Field
+from hybridflow.core.traced import Part, Traced
 
 __all__ = ["Array", "Batch", "Column", "Ragged", "objects"]
 
@@ -91,7 +94,7 @@ class Ragged:
         return Ragged(values, self.lengths)
 
 
-Column = Array | Ragged
+Column = Array | Ragged | Traced
 
 
 def objects(values: Iterable[Any]) -> Array:
@@ -115,11 +118,11 @@ class Batch:
         self._check()
 
     def _check(self) -> None:
-        time_axis: tuple[str, Ragged] | None = None
+        time_axis: tuple[str, Column] | None = None
         for name, column in self.columns.items():
             _check_column(name, column, self._num_rows)
-            if isinstance(column, Ragged) and FIELDS[name].axis == "time":
-                if time_axis and not np.array_equal(time_axis[1].lengths, column.lengths):
+            if FIELDS[name].axis == "time":
+                if time_axis and not _same_lengths(time_axis[1], column):
                     raise ContractError(f"columns {time_axis[0]!r} and {name!r} have different lengths on the time axis")
                 time_axis = time_axis or (name, column)
 
@@ -141,6 +144,8 @@ class Batch:
     def ragged(self, name: str) -> Ragged:
         """A column on a time or prompt axis, typed."""
         column = self[name]
+        if isinstance(column, Traced):
+            column.refuse()
         if not isinstance(column, Ragged):
             raise ContractError(f"column {name!r} is not ragged")
         return column
@@ -151,6 +156,8 @@ class Batch:
         for name, column in self.columns.items():
             if isinstance(column, Ragged) and FIELDS[name].axis == "time":
                 return column.lengths
+            if isinstance(column, Traced) and FIELDS[name].axis == "time":
+                column.refuse()
         return np.ones(len(self), np.int64)
 
     def select(self, names: Iterable[str]) -> Batch:
@@ -161,11 +168,29 @@ class Batch:
         """These columns added or replaced."""
         return Batch({**self.columns, **columns}, len(self))
 
+    def fill(self, **values: float) -> Batch:
+        """Columns of one value added: ``batch.fill(demonstrated=False, advantages=0.0)``. Time columns need a time axis."""
+        return self.with_columns(**{name: self._filled(name, value) for name, value in values.items()})
+
+    def _filled(self, name: str, value: float) -> Column:
+        field = _field(name)
+        if field.axis == "row":
+            return np.full(len(self), value, field.dtype)
+        time_axis = next((column for known, column in self.columns.items() if FIELDS[known].axis == "time"), None)
+        if isinstance(time_axis, Traced):
+            parts = tuple(replace(part, writer=None) for part in time_axis.parts)
+            return Traced(name, np.dtype(field.dtype), parts)
+        if field.axis != "time" or not isinstance(time_axis, Ragged):
+            raise ContractError(
+                f"fill: column {name!r} is on the {field.axis} axis; expected row, or time with its lengths"
+            )
+        return time_axis.like(np.full(len(time_axis.values), value, field.dtype))
+
     def rows(self, index: ArrayLike) -> Batch:
         """The rows at ``index`` (integers [K], or booleans [B]), in that order, repeats allowed."""
         index = np.asarray(index)
         index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
-        taken = {name: c.rows(index) if isinstance(c, Ragged) else c[index] for name, c in self.columns.items()}
+        taken = {name: c.rows(index) if isinstance(c, (Ragged, Traced)) else c[index] for name, c in self.columns.items()}
         return Batch(taken, len(index))
 
     def repeat(self, count: int) -> Batch:
@@ -181,12 +206,18 @@ class Batch:
             if FIELDS[name].axis == "time" and isinstance(column, Ragged):
                 taken[name] = Ragged(column.values[mask.values], ones)
             else:
-                taken[name] = column.rows(owner) if isinstance(column, Ragged) else column[owner]
+                taken[name] = column.rows(owner) if isinstance(column, (Ragged, Traced)) else column[owner]
         return Batch(taken, len(owner))
+
+    def traced(self, writer: int) -> Batch:
+        """The same rows without their values, as what call number ``writer`` of a trace wrote."""
+        return Batch({name: _traced(name, column, writer) for name, column in self.columns.items()}, len(self))
 
     def freeze(self) -> Batch:
         """Make every array read-only, so that no worker can change what another one reads. Returns self."""
         for column in self.columns.values():
+            if isinstance(column, Traced):
+                continue
             for array in (column.values, column.lengths) if isinstance(column, Ragged) else (column,):
                 array.flags.writeable = False
         return self
@@ -199,26 +230,47 @@ class Batch:
             if other.columns.keys() != first.columns.keys():
                 differing = ", ".join(sorted(other.columns.keys() ^ first.columns.keys()))
                 raise ContractError(f"concat: the batches differ in columns {differing}")
-        columns = {name: _concat([batch[name] for batch in batches]) for name in first.columns}
+        columns = {name: _concat(name, [batch[name] for batch in batches]) for name in first.columns}
         return Batch(columns, sum(len(batch) for batch in batches))
 
 
-def _concat(columns: Sequence[Column]) -> Column:
+def _concat(name: str, columns: Sequence[Column]) -> Column:
+    if any(isinstance(column, Traced) for column in columns):
+        return Traced.concat([_traced(name, column, None) for column in columns])
     if isinstance(columns[0], Ragged):
         parts = [column for column in columns if isinstance(column, Ragged)]
         return Ragged(np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts]))
     return np.concatenate(columns)  # type: ignore[arg-type]
 
 
-def _check_column(name: str, column: Column, num_rows: int) -> None:
+def _traced(name: str, column: Column, writer: int | None) -> Traced:
+    if isinstance(column, Traced):
+        return column
+    values = column.values if isinstance(column, Ragged) else column
+    part = Part(writer, len(column), len(values) / max(len(column), 1))
+    num_groups = len(np.unique(values)) if name == "group_id" else None
+    return Traced(name, np.dtype((values.dtype, values.shape[1:])), (part,), num_groups)
+
+
+def _same_lengths(one: Column, other: Column) -> bool:
+    if isinstance(one, Ragged) and isinstance(other, Ragged):
+        return np.array_equal(one.lengths, other.lengths)
+    return isinstance(one, Traced) and isinstance(other, Traced) and math.isclose(one.entries, other.entries)
+
+
+def _field(name: str) -> Field:
     if name not in FIELDS:
         raise ContractError(f"unknown column {name!r}: columns are declared in hybridflow.core.fields.FIELDS")
-    field = FIELDS[name]
-    if isinstance(column, Ragged) != (field.axis in ("time", "prompt")):
+    return FIELDS[name]
+
+
+def _check_column(name: str, column: Column, num_rows: int) -> None:
+    field = _field(name)
+    if not isinstance(column, Traced) and isinstance(column, Ragged) != (field.axis in ("time", "prompt")):
         raise ContractError(f"column {name!r} is on the {field.axis} axis, but got {type(column).__name__}")
     if len(column) != num_rows:
         raise ContractError(f"column {name!r} has {len(column)} rows, expected {num_rows}")
-    dtype = column.values.dtype if isinstance(column, Ragged) else column.dtype
+    dtype = column.values.dtype if isinstance(column, Ragged) else column.dtype.base
     expected = np.dtype(object) if field.axis == "object" else np.dtype(field.dtype) if field.dtype else dtype
     if dtype != expected:
         raise ContractError(f"column {name!r} has type {dtype}, expected {expected}")

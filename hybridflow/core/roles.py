@@ -208,6 +208,8 @@ class Fn:
 
     @property
     def name(self) -> str:
+        if self.declared is _chain:
+            return " > ".join(fn.name for fn in self.params["functions"])
         return self.params["functions"][0].name if self.declared is _renamed else self.declared.__name__
 
     @property
@@ -301,9 +303,10 @@ class Drained(NamedTuple):
 
 
 class Runtime(Protocol):
-    """Connects handles to workers."""
+    """Connects handles to workers. ``share``: let the sampler read the learner's networks, both named by role."""
 
     def role(self, role: Role[W], /) -> W: ...
+    def share(self, learner: str, sampler: str, /) -> None: ...
     def drain(self) -> Drained: ...
     def stop(self) -> None: ...
 

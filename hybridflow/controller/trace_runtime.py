@@ -1,0 +1,141 @@
+"""The trace runtime: the same program on batches without values. No worker is built; what would be called is written down.
+
+    program ──verb(batch)──> handle: the columns that it reads must be there  ──> call and edges into the graph
+            <──batch with the columns that it writes, without values──────────
+
+Shapes are means: a response is as long as the workload says, and every row of a call is like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from hybridflow.controller.local_runtime import check_reads
+from hybridflow.core.batch import Batch, Column
+from hybridflow.core.errors import ContractError
+from hybridflow.core.fields import FIELDS, Axis
+from hybridflow.core.graph import Call, Edge, Graph
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.roles import Drained, Fn, Role, Verb, is_control, verb_of
+from hybridflow.core.traced import Part, Traced
+
+__all__ = ["TraceRuntime", "Workload"]
+
+W = TypeVar("W")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a trace assumes. ``new_steps``: mean tokens of a response, or steps of an environment in one rollout.
+
+    ``types``: of an entry, with its shape, for columns whose type the vocabulary leaves to the environment.
+    """
+
+    new_steps: float
+    types: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+
+
+class TraceRuntime:
+    """Records ``graph`` and ``roles``. Metrics stay empty: nothing is computed. ``times``: see ``Call``."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.graph, self.times = workload, Graph(), 1
+        self.roles: dict[str, Role[Any]] = {}
+        self.shared: dict[str, str] = {}
+
+    def role(self, role: Role[W], /) -> W:
+        """A handle of the worker's type; nothing is built."""
+        if role.name in self.roles:
+            raise ContractError(f"two roles are called {role.name!r}")
+        self.roles[role.name] = role
+        return cast(W, _Handle(self, role))
+
+    def share(self, learner: str, sampler: str, /) -> None:
+        """``shared[sampler]`` is the learner whose networks it reads."""
+        self.shared[sampler] = learner
+
+    def drain(self) -> Drained:
+        return Drained(Metrics(), [])
+
+    def stop(self) -> None:
+        return None
+
+    def source(self, role: str, verb: str, batch: Batch) -> Batch:
+        """A real batch without its values, as what ``role.verb`` gives."""
+        return self._record(role, verb, "source", "", Batch({}, len(batch)), batch.traced(self._number))
+
+    def resample(self, role: str, verb: str, batch: Batch, names: Sequence[str], rows: int) -> Batch:
+        """``rows`` single steps of ``batch`` with columns ``names``, as a replay buffer gives them."""
+        columns = {name: self._column(name, rows, 1.0) for name in names}
+        return self._record(role, verb, "compute", "", batch, Batch(columns, rows))
+
+    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+        reads, writes = role.columns_of(verb, arguments)
+        check_reads(f"{role.name}.{name}", reads, batch)
+        seen = batch.select(reads)
+        steps = _steps(seen, "prompt") + self.workload.new_steps if verb.kind == "generate" else _steps(batch, "time")
+        names = [role.rename.get(written, written) for written in writes]
+        columns = {name: self._column(name, len(batch), steps if FIELDS[name].axis == "time" else 1.0) for name in names}
+        function = ", ".join(argument.name for argument in arguments if isinstance(argument, Fn))
+        new = self._record(role.name, name, verb.kind, function, seen, Batch(columns, len(batch)))
+        return new if verb.rows == "new" else batch.with_columns(**new.columns)
+
+    @property
+    def _number(self) -> int:
+        """Of the call that is being made."""
+        return len(self.graph.calls)
+
+    def _column(self, name: str, rows: int, steps: float) -> Traced:
+        dtype = "object" if FIELDS[name].axis == "object" else FIELDS[name].dtype
+        return Traced(name, np.dtype(dtype) if dtype else self.workload.types[name], (Part(self._number, rows, steps),))
+
+    def _record(self, role: str, verb: str, kind: str, function: str, seen: Batch, new: Batch) -> Batch:
+        self.graph.edges += [edge for column in seen.columns.values() for edge in _edges(column, self._number)]
+        generates = kind == "generate"
+        tokens_in = _entries(seen, "prompt" if generates else "time")
+        tokens_out = _entries(new, "time") - tokens_in if generates else 0
+        counts = (len(new), round(tokens_in), round(tokens_out))
+        self.graph.calls.append(Call(self._number, role, verb, kind, function, *counts, tuple(new.columns), self.times))
+        return new
+
+
+def _edges(column: Column, reader: int) -> Iterator[Edge]:
+    """From every call that wrote rows of the column."""
+    if not isinstance(column, Traced):
+        return
+    for writer in dict.fromkeys(part.writer for part in column.parts if part.writer is not None):
+        entries = sum(part.entries for part in column.parts if part.writer == writer)
+        size = None if column.dtype == object else round(entries * column.dtype.itemsize)
+        shape = str(list(column.dtype.shape)) if column.dtype.shape else ""
+        yield Edge(column.name, f"{column.dtype.base.name}{shape}", size, writer, reader)
+
+
+def _entries(batch: Batch, axis: Axis) -> float:
+    """Entries of the batch on an axis, 0 if it has no such column."""
+    columns = (column for name, column in batch.columns.items() if FIELDS[name].axis == axis)
+    return next((column.entries for column in columns if isinstance(column, Traced)), 0.0)
+
+
+def _steps(batch: Batch, axis: Axis) -> float:
+    """Mean entries of a row."""
+    return _entries(batch, axis) / max(len(batch), 1)
+
+
+class _Handle:
+    """Looks like the worker: verbs are recorded, control methods do nothing, for there is no worker."""
+
+    def __init__(self, runtime: TraceRuntime, role: Role[Any]) -> None:
+        self.runtime, self.role = runtime, role
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.role.worker, name, None)
+        verb = verb_of(method)
+        if verb is not None:
+            return lambda batch, *arguments: self.runtime.call(self.role, name, verb, batch, arguments)
+        if is_control(method):
+            return lambda *_: None
+        raise AttributeError(f"role {self.role.name!r} has no verb {name!r}")
