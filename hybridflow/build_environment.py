@@ -12,14 +12,13 @@ from torch import nn
 
 from hybridflow.config import RunConfig
 from hybridflow.controller.actor import InPlaceActor
-from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ModelError
-from hybridflow.core.roles import Role
+from hybridflow.core.roles import Role, Runtime
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
-from hybridflow.models.nets import make_policy, make_q, make_value
+from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
 from hybridflow.workers.learner import Learner, Networks
@@ -32,7 +31,7 @@ WEIGHTS = "policy.safetensors"
 class EnvironmentParts:
     """Makes actor and critic for the environment's spaces. The actor is "q" with its "target" for Q-learning."""
 
-    def __init__(self, config: RunConfig, environment: EnvironmentConfig, runtime: LocalRuntime) -> None:
+    def __init__(self, config: RunConfig, environment: EnvironmentConfig, runtime: Runtime) -> None:
         self.config, self.environment, self.runtime = config, environment, runtime
         self.spaces = spaces_of(environment)
         self._slots = rollout_source(environment)
@@ -52,7 +51,8 @@ class EnvironmentParts:
         """The policy, or the action values, with the sampler that steps the environments."""
         config, learns_values = self.config, self.config.algorithm == "dqn"
         build = partial(_actor_networks, self.spaces, config, learns_values)
-        networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"))
+        name = config.actor.model or _called(config.actor.net)
+        networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"), name)
         exploration = config.exploration if learns_values else None
         learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
         args = {"config": self.environment, "seed": config.seed, "exploration": exploration}
@@ -60,7 +60,7 @@ class EnvironmentParts:
 
     def critic(self) -> Any:
         build = partial(_critic_networks, self.spaces, self.config)
-        networks = Networks(build, "value", ("observations",))
+        networks = Networks(build, "value", ("observations",), _called(self.config.critic.net))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )
@@ -78,6 +78,10 @@ class EnvironmentParts:
         """Write the policy's weights; ``[actor] model`` reads such a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.actor.learner.export(partial(save_model, filename=str(folder / WEIGHTS)))
+
+
+def _called(net: NetConfig) -> str:
+    return f"fresh {net.activation} {'-'.join(map(str, net.hidden))}"
 
 
 def _actor_networks(spaces: tuple[Any, Any], config: RunConfig, learns_values: bool) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,15 @@ from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, fresh_score
 from hybridflow.models.sources import resolve
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import empty_decoder, is_reward_model, load_decoder, load_reward, read_spec, save_decoder
+from hybridflow.models.weights import (
+    decoder_sizes,
+    empty_decoder,
+    is_reward_model,
+    load_decoder,
+    load_reward,
+    read_spec,
+    save_decoder,
+)
 
 __all__ = [
     "DecoderSource",
@@ -39,8 +47,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class DecoderSource:
-    """Where a decoder's weights come from: a folder, or a seed."""
+    """Where a decoder's weights come from: a folder, or a seed. On the device "meta" there are none, only sizes.
 
+    ``name``: what users call it.
+    """
+
+    name: str
     spec: DecoderSpec
     folder: Path | None
     dtype: torch.dtype
@@ -49,6 +61,8 @@ class DecoderSource:
     activation_checkpointing: bool = False
 
     def build(self) -> Decoder:
+        if self.device.type == "meta":
+            return decoder_sizes(self.spec, self.dtype)
         if self.folder is not None:
             decoder = load_decoder(self.folder, self.dtype)
         else:
@@ -70,7 +84,8 @@ def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> De
         assert isinstance(model, ActorConfig) and model.fresh is not None, "validated"
         spec = fresh_spec(model.fresh, vocab_size)
     recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
-    return DecoderSource(spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
+    name = model.model or f"fresh {spec.family}"
+    return DecoderSource(name, spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
 
 
 def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
@@ -134,6 +149,9 @@ def critic_networks(source: DecoderSource) -> dict[str, nn.Module]:
 
 
 def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+    if device.type == "meta":
+        decoder = decoder_sizes(replace(read_spec(folder), tied=True), dtype)
+        return {"reward": TextReward(decoder, torch.empty(1, decoder.spec.hidden_size))}
     decoder, score = load_reward(folder, dtype)
     if score is None:
         raise ModelError(f"{folder}: no score.weight in it; copy the weights of the reward model again")
@@ -142,7 +160,9 @@ def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> d
 
 def trained_reward(source: DecoderSource) -> dict[str, nn.Module]:
     """A reward model that goes on from a reward model, or starts from a language model with a fresh head."""
-    if source.folder is not None:
+    if source.device.type == "meta":
+        decoder, score = replace(source, spec=replace(source.spec, tied=True)).build(), None
+    elif source.folder is not None:
         decoder, score = load_reward(source.folder, source.dtype)
     else:
         decoder, score = source.build(), None

@@ -20,10 +20,9 @@ from hybridflow.build_model import (
     trained_reward,
 )
 from hybridflow.config import RunConfig
-from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError
-from hybridflow.core.roles import Role
+from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.pairs import PairSource, load_pairs
 from hybridflow.data.prompts import DataConfig
 from hybridflow.hooks import Evaluation
@@ -38,7 +37,7 @@ __all__ = ["PairParts"]
 class PairParts:
     """Makes actor and reference, cheap things first: data and tokenizer before any weights."""
 
-    def __init__(self, config: RunConfig, data: DataConfig, runtime: LocalRuntime) -> None:
+    def __init__(self, config: RunConfig, data: DataConfig, runtime: Runtime) -> None:
         self.config, self.runtime, self.scores = config, runtime, config.algorithm == "reward_model"
         train, held_out = load_pairs(data)
         texts = [text for r in (*train, *held_out) for text in (str(r.prompt), r.chosen, r.rejected)]
@@ -78,9 +77,9 @@ class PairParts:
     def actor(self) -> Any:
         """What is trained: a reward model or a policy."""
         if self.scores:
-            networks = Networks(partial(trained_reward, self.decoder), "reward", ("tokens",))
+            networks = Networks(partial(trained_reward, self.decoder), "reward", ("tokens",), self.decoder.name)
         else:
-            networks = Networks(partial(policy_networks, self.decoder, 1.0), "policy", ("tokens",))
+            networks = Networks(partial(policy_networks, self.decoder, 1.0), "policy", ("tokens",), self.decoder.name)
         return self.runtime.role(
             Role("actor", Learner, {"networks": networks, **self.config.learner_args(self.config.actor)})
         )
@@ -89,7 +88,7 @@ class PairParts:
     def reference(self) -> Any:
         """The first policy, frozen."""
         source = source_like_actor(self.config.reference, self.config, self.decoder, self.tokenizer.vocab_size)
-        networks = Networks(partial(policy_networks, source, 1.0), "policy", ("tokens",))
+        networks = Networks(partial(policy_networks, source, 1.0), "policy", ("tokens",), source.name)
         args = {"networks": networks, "token_budget": self.config.train.token_budget, "sampled": False}
         return self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"}))
 

@@ -23,10 +23,9 @@ from hybridflow.build_model import (
 )
 from hybridflow.config import ModelConfig, RunConfig
 from hybridflow.controller.actor import InPlaceActor
-from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError, RewardError, UserError
-from hybridflow.core.roles import Role, Scorer
+from hybridflow.core.roles import Role, Runtime, Scorer
 from hybridflow.data.prompts import DataConfig
 from hybridflow.data.tasks import load_data
 from hybridflow.generation.kv_cache import position_bytes, shortage
@@ -45,7 +44,7 @@ __all__ = ["TextParts"]
 class TextParts:
     """Makes the roles of a language model, cheap ones first: data, tokenizer and rewards before any weights."""
 
-    def __init__(self, config: RunConfig, data: DataConfig, runtime: LocalRuntime) -> None:
+    def __init__(self, config: RunConfig, data: DataConfig, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.demonstrates = ALGORITHMS[config.algorithm].records == "demonstrations"
         self.imitates = config.algorithm == "safe_rlhf" and config.safe_rlhf.ptx_coef > 0
@@ -109,7 +108,9 @@ class TextParts:
     @cached_property
     def actor(self) -> InPlaceActor:
         config, params = self.config, self.sampling_params(self.config.generation.temperature)
-        networks = Networks(partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",))
+        networks = Networks(
+            partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",), self.decoder.name
+        )
         learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
         args = {
             "tokenizer": self.tokenizer,
@@ -131,7 +132,8 @@ class TextParts:
         return self._critic("cost_critic", {"values": "cost_values", "bootstrap_values": "cost_bootstrap_values"})
 
     def _critic(self, name: str, rename: Mapping[str, str]) -> Any:
-        networks = Networks(partial(critic_networks, self._like_actor(self.config.critic)), "value", ("tokens",))
+        source = self._like_actor(self.config.critic)
+        networks = Networks(partial(critic_networks, source), "value", ("tokens",), source.name)
         args = {"networks": networks, **self.config.learner_args(self.config.critic)}
         return self.runtime.role(Role(name, Learner, args, rename))
 
@@ -150,7 +152,8 @@ class TextParts:
         return self._frozen("teacher", self._like_actor(self.config.teacher), "teacher_log_probs")
 
     def _frozen(self, name: str, source: DecoderSource, writes: str) -> Scorer:
-        networks = Networks(partial(policy_networks, source, self.config.generation.temperature), "policy", ("tokens",))
+        build = partial(policy_networks, source, self.config.generation.temperature)
+        networks = Networks(build, "policy", ("tokens",), source.name)
         args = {"networks": networks, "token_budget": self.config.train.token_budget}
         return self.runtime.role(Role(name, ModelScorer, args, {"log_probs": writes}))
 
@@ -192,7 +195,7 @@ class TextParts:
         if section.model is not None:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
-            networks = Networks(build, "reward", ("tokens",))
+            networks = Networks(build, "reward", ("tokens",), section.model)
             of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
             of_model["end_tokens"] = self.tokenizer.eos_token_ids
             return self.runtime.role(Role(name, RewardModelScorer, {**args, **of_model}, rename))
@@ -255,7 +258,7 @@ class TextParts:
 
     def _check_engine(self) -> None:
         """vLLM must be there and able to run the model, before it loads."""
-        if self.config.generation.engine == "vllm":
+        if self.config.generation.engine == "vllm" and self.decoder.device.type != "meta":
             check_installed(self.decoder.device)
             for temperature in (self.config.generation.temperature, self.config.evaluation.temperature):
                 if problem := refusal(self.decoder.spec, self.decoder.device, temperature):

@@ -64,7 +64,8 @@ class DPO(Algorithm):
 
     def with_reference_points(self, batch: Batch) -> Batch:
         """What KTO compares with: the KL of policy and reference, estimated on responses to other prompts."""
-        others = self.reference.score(self.actor.compute_log_probs(mismatched(batch)))
+        others = self.estimator.compute(batch.select(("tokens", "response_mask")), mismatched.bind())
+        others = self.reference.score(self.actor.compute_log_probs(others))
         points = self.estimator.compute(others, kto_reference_points.bind())
         return batch.with_columns(reference_points=points["reference_points"])
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import Field
 
 from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
@@ -98,8 +97,9 @@ class SafeRLHF(PolicyGradient):
         if self.config.ptx_coef == 0:
             return batch, loss
         names = ("sample_id", "tokens", "response_mask", *loss.reads)
-        sampled = batch.select(names).with_columns(demonstrated=np.zeros(len(batch), bool))
-        imitated = as_demonstrated(self.demonstrations(self.num_updates), loss.reads)
+        sampled = batch.select(names).fill(demonstrated=False)
+        # What else the loss reads means nothing for demonstrations.
+        imitated = self.demonstrations(self.num_updates).fill(demonstrated=True, **dict.fromkeys(loss.reads, 0.0))
         return Batch.concat([sampled, imitated]), with_demonstrations.bind(functions=(loss,), coef=self.config.ptx_coef)
 
     def metrics(self) -> dict[str, float]:
@@ -119,10 +119,3 @@ class SafeRLHF(PolicyGradient):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         super().load_state_dict(state)
         self.log_lambda, self.num_updates = state["log_lambda"], state["num_updates"]
-
-
-def as_demonstrated(batch: Batch, names: Sequence[str]) -> Batch:
-    """Demonstrations with empty columns ``names``, which mean nothing for them."""
-    mask = batch.ragged("response_mask")
-    empty = dict.fromkeys(names, mask.like(np.zeros(len(mask.values), np.float32)))
-    return batch.with_columns(**empty, demonstrated=np.ones(len(batch), bool))

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from hybridflow.controller.local_runtime import LocalRuntime
-from hybridflow.core.roles import Role
+from hybridflow.core.roles import Role, Runtime
 
 __all__ = ["InPlaceActor"]
 
@@ -11,7 +10,7 @@ __all__ = ["InPlaceActor"]
 class InPlaceActor:
     """Learner and sampler in one process: the sampler reads the learner's weights where they are, nothing is published."""
 
-    def __init__(self, runtime: LocalRuntime, learner: Role[Any], sampler: Role[Any]) -> None:
+    def __init__(self, runtime: Runtime, learner: Role[Any], sampler: Role[Any]) -> None:
         self.learner, self.sampler = runtime.role(learner), runtime.role(sampler)
         runtime.share(learner.name, sampler.name)
         self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend

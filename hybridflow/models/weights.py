@@ -29,6 +29,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
 
 __all__ = [
+    "decoder_sizes",
     "disk_space",
     "empty_decoder",
     "hf_config",
@@ -312,11 +313,15 @@ def _redundant(name: str, spec: DecoderSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
 
 
+def decoder_sizes(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    """A decoder on the device "meta": every parameter's shape and type, no memory."""
+    with torch.device("meta"):
+        return Decoder(spec).to(dtype)
+
+
 def empty_decoder(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
     """A decoder on the CPU whose weights aren't set yet."""
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    return decoder.to(dtype).to_empty(device="cpu")
+    return decoder_sizes(spec, dtype).to_empty(device="cpu")
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:

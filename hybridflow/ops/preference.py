@@ -96,7 +96,8 @@ def kto_reference_points(batch: Batch) -> dict[str, NDArray[np.float32]]:
     return {"reference_points": np.full(len(batch), point, np.float32)}
 
 
-def mismatched(batch: Batch) -> Batch:
+@columns(reads=("tokens", "response_mask"), writes=("tokens", "response_mask"))
+def mismatched(batch: Batch) -> dict[str, Ragged]:
     """``tokens`` and ``response_mask`` of each prompt with the response of the next pair's row of the same side.
 
     ContractError if there are fewer than two pairs. Rows come in pairs, preferred first.
@@ -108,7 +109,7 @@ def mismatched(batch: Batch) -> Batch:
     rows = [(tokens[i][~masks[i]], tokens[j][masks[j]]) for i, j in enumerate(others)]
     mixed = Ragged.from_rows([np.concatenate(row) for row in rows], np.int64)
     mask = [np.repeat([False, True], [len(prompt), len(response)]) for prompt, response in rows]
-    return Batch({"sample_id": batch["sample_id"], "tokens": mixed, "response_mask": Ragged.from_rows(mask, bool)})
+    return {"tokens": mixed, "response_mask": Ragged.from_rows(mask, bool)}
 
 
 def row_log_ratios(batch: Batch) -> NDArray[np.float64]:

@@ -35,11 +35,13 @@ __all__ = ["Learner", "Networks", "UpdatePlan", "action_columns"]
 
 @dataclass(frozen=True)
 class Networks:
-    """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads."""
+    """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads. ``model``: whose weights
+    they start from, for people to read."""
 
     build: Callable[[], Mapping[str, nn.Module]]
     main: str
     inputs: tuple[str, ...]
+    model: str = "a new network"
 
 
 @dataclass(frozen=True)

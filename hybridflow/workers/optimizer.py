@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hybridflow.core.config import Config
 from hybridflow.core.errors import ConfigError
 
-__all__ = ["Optimizer", "OptimizerConfig", "learning_rate_scale"]
+__all__ = ["Optimizer", "OptimizerConfig", "freeze", "learning_rate_scale", "training_bytes"]
 
 
 class OptimizerConfig(Config):
@@ -105,6 +105,15 @@ class Optimizer:
             for name, master in state["masters"].items():
                 self.masters[name].copy_(master)
         self._round()
+
+
+def training_bytes(module: nn.Module) -> tuple[int, int]:
+    """(gradients, optimizer): what training the trained parameters of ``module`` takes besides its weights. Gradients and
+    both moments of AdamW are fp32, and so are the masters of weights that aren't."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    size = sum(parameter.numel() for parameter in trained)
+    masters = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
+    return 4 * size, 4 * (2 * size + masters)
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
