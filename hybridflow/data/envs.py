@@ -23,7 +23,7 @@ from hybridflow.core.seeding import derive
 if TYPE_CHECKING:
     from gymnasium import Env, Space
 
-__all__ = ["EnvironmentConfig", "Slot", "Transition", "make_environment", "rollout_source", "spaces_of"]
+__all__ = ["EnvironmentConfig", "Slot", "Transition", "entry_types", "make_environment", "rollout_source", "spaces_of"]
 
 
 class EnvironmentConfig(Config):
@@ -69,6 +69,17 @@ def spaces_of(config: EnvironmentConfig) -> tuple[Space[Any], Space[Any]]:
     spaces = environment.observation_space, environment.action_space
     environment.close()
     return spaces
+
+
+def entry_types(spaces: tuple[Space[Any], Space[Any]]) -> dict[str, np.dtype[Any]]:
+    """Type and shape of one entry of ``observations``, ``actions`` and ``final_observations``.
+
+    Continuous actions are the policy's numbers (fp32), discrete ones are numbered from 0.
+    """
+    seen, done = spaces
+    observation = np.dtype((seen.dtype, seen.shape or ()))
+    action = np.dtype((np.int64 if type(done).__name__ == "Discrete" else np.float32, done.shape or ()))
+    return {"observations": observation, "actions": action, "final_observations": observation}
 
 
 def rollout_source(config: EnvironmentConfig) -> Batch:

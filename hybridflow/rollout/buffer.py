@@ -14,7 +14,10 @@ from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.seeding import generator
 
-__all__ = ["Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
+__all__ = ["REPLAYED", "Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
+
+REPLAYED = ("observations", "actions", "rewards", "response_mask", "terminated", "final_observations")
+"""What a replay buffer reads of a batch; what it gives has ``sample_id`` besides."""
 
 
 class Buffer(Protocol):

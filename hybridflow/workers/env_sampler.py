@@ -23,7 +23,7 @@ from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
-from hybridflow.data.envs import EnvironmentConfig, Slot, spaces_of
+from hybridflow.data.envs import EnvironmentConfig, Slot, entry_types, spaces_of
 
 __all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource"]
 
@@ -72,7 +72,7 @@ class EnvSampler:
         exploration: ExplorationConfig | None = None,
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
-        self.observation_space, self.action_space = spaces_of(config)
+        self.spaces = spaces_of(config)
         self._slots: dict[int, Slot] = {}
 
     def attach(self, source: NetworkSource) -> None:
@@ -106,7 +106,7 @@ class EnvSampler:
         if len(np.unique(ids)) < len(ids):
             raise ContractError(f"rollout: a slot is named twice: {ids.tolist()}")
         slots = [self._slot(int(i)) for i in ids]
-        steps = _Steps(len(slots), int(num_steps.max(initial=0)), self.observation_space, self.action_space)
+        steps = _Steps(len(slots), int(num_steps.max(initial=0)), self.spaces)
         for t in range(steps.width):
             self._step(slots, np.flatnonzero(num_steps > t), t, steps)
         for index, slot in enumerate(slots):
@@ -230,13 +230,10 @@ class _Ending(NamedTuple):
 class _Steps:
     """What one rollout records: arrays [S, T, ...] of steps, and the endings of pieces by (index of the slot, step)."""
 
-    def __init__(self, num_slots: int, width: int, observation_space: Any, action_space: Any) -> None:
-        shape, self.width = (num_slots, width), width
-        self.observation_space = observation_space
-        self.observations = np.zeros((*shape, *observation_space.shape), observation_space.dtype)
-        # Continuous actions are the policy's numbers (fp32), discrete ones are numbered from 0.
-        kind = np.int64 if type(action_space).__name__ == "Discrete" else np.float32
-        self.actions = np.zeros((*shape, *action_space.shape), kind)
+    def __init__(self, num_slots: int, width: int, spaces: tuple[Any, Any]) -> None:
+        shape, self.width, self.types = (num_slots, width), width, entry_types(spaces)
+        self.observations = np.zeros(shape, self.types["observations"])
+        self.actions = np.zeros(shape, self.types["actions"])
         self.rewards, self.log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.endings: dict[tuple[int, int], _Ending] = {}
 
@@ -259,7 +256,9 @@ class _Steps:
         taken = np.arange(self.width) < num_steps[:, None]
         count = int(taken.sum())
         endings = [self.endings[end] for end in ends]
-        shape, dtype = self.observation_space.shape, self.observation_space.dtype
+        final = np.zeros(len(ends), self.types["final_observations"])
+        for index, ending in enumerate(endings):
+            final[index] = ending.observation
         return Batch(
             {
                 "sample_id": np.array([ending.sample_id for ending in endings], np.int64),
@@ -271,7 +270,7 @@ class _Steps:
                 "policy_version": Ragged(np.full(count, version, np.int64), lengths),
                 "terminated": np.array([ending.terminated for ending in endings], bool),
                 "truncated": np.array([ending.truncated for ending in endings], bool),
-                "final_observations": np.array([e.observation for e in endings], dtype).reshape(-1, *shape),
+                "final_observations": final,
             }
         )
 
