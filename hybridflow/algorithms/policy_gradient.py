@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Algorithm, Fn
+from hybridflow.core.roles import Actor, Algorithm, Declared, Fn
 from hybridflow.ops.advantages import kl_into_scores, kl_penalty, normalise_scores, overlong_penalty, score_rewards
 from hybridflow.ops.kl import AdaptiveKL, KLKind
 from hybridflow.ops.losses import Correction, cispo, gspo, ppo_clip, reinforce
@@ -132,12 +132,12 @@ class Objective:
 
     def shaped_scores(self) -> tuple[Fn, ...]:
         """Scores with penalties, normalised, and with the KL of the whole response if it belongs to the reward."""
-        return (*self._scores(), *self._in_reward(kl_into_scores.bind))
+        return (*self.penalties(), *self._normalised(normalise_scores), *self._in_reward(kl_into_scores.bind))
 
-    def token_rewards(self, *baseline: Fn) -> tuple[Fn, ...]:
+    def token_rewards(self, *baseline: Fn, normalise: Declared = normalise_scores) -> tuple[Fn, ...]:
         """Scores with penalties, normalised, then what ``baseline`` makes of them, as reward of the last token, and the KL
         of each token if it belongs there."""
-        return (*self._scores(), *baseline, score_rewards.bind(), *self.token_kl())
+        return (*self.penalties(), *self._normalised(normalise), *baseline, score_rewards.bind(), *self.token_kl())
 
     def token_kl(self, sign: float = 1.0) -> tuple[Fn, ...]:
         """The KL of each token off its reward, if it belongs there."""
@@ -147,16 +147,19 @@ class Objective:
         """A cost as reward of the last token; the KL of each token, if it belongs there, is added."""
         return (score_rewards.bind(), *self.token_kl(sign=-1.0))
 
-    def _scores(self) -> Iterator[Fn]:
-        shaping = self.shaping
-        if shaping.overlong_buffer:
-            yield overlong_penalty.bind(
-                max_tokens=self.max_new_tokens, buffer_tokens=shaping.overlong_buffer, penalty=shaping.overlong_penalty
-            )
-        if shaping.normalise == "batch":
-            yield normalise_scores.bind()
-        elif shaping.normalise == "running":
-            yield normalise_scores.bind(**self.scores_seen.moments())
+    def penalties(self) -> tuple[Fn, ...]:
+        """What is taken off the scores of responses."""
+        shaping, tokens = self.shaping, self.max_new_tokens
+        if not shaping.overlong_buffer:
+            return ()
+        penalty = shaping.overlong_penalty
+        return (overlong_penalty.bind(max_tokens=tokens, buffer_tokens=shaping.overlong_buffer, penalty=penalty),)
+
+    def _normalised(self, normalise: Declared) -> Iterator[Fn]:
+        if self.shaping.normalise == "batch":
+            yield normalise.bind()
+        elif self.shaping.normalise == "running":
+            yield normalise.bind(**self.scores_seen.moments())
 
     def _in_reward(self, bind: Callable[..., Fn], sign: float = 1.0) -> Iterator[Fn]:
         if self.kl.coef > 0 and self.kl_where == "reward":
@@ -206,22 +209,23 @@ class RunningMoments:
     """Mean and deviation of all scores so far, from those of each step; every step weighs alike."""
 
     def __init__(self) -> None:
-        self.steps, self.mean, self.mean_square = 0, 0.0, 0.0
+        self.steps, self.mean, self.variance = 0, 0.0, 0.0
 
     def add(self, mean: float, std: float) -> None:
         self.steps += 1
-        self.mean += (mean - self.mean) / self.steps
-        self.mean_square += (mean**2 + std**2 - self.mean_square) / self.steps
+        off = mean - self.mean
+        self.mean += off / self.steps
+        self.variance += (std**2 + off * (mean - self.mean) - self.variance) / self.steps
 
     def moments(self) -> dict[str, float]:
-        """``mean`` and ``std``; nothing before the first step, which is normalised by itself."""
-        return {"mean": self.mean, "std": max(self.mean_square - self.mean**2, 0.0) ** 0.5} if self.steps else {}
+        """``mean`` and ``std``; nothing as long as all scores were equal: such a step is normalised by itself."""
+        return {"mean": self.mean, "std": self.variance**0.5} if self.variance else {}
 
     def state_dict(self) -> dict[str, float]:
-        return {"steps": self.steps, "mean": self.mean, "mean_square": self.mean_square}
+        return {"steps": self.steps, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.mean, self.mean_square = state["steps"], state["mean"], state["mean_square"]
+        self.steps, self.mean, self.variance = state["steps"], state["mean"], state["variance"]
 
 
 class PolicyGradient(Algorithm):

@@ -9,8 +9,8 @@ import numpy as np
 from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain
-from hybridflow.ops.advantages import greedy_baseline
+from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain, renamed
+from hybridflow.ops.advantages import greedy_baseline, normalise_with_greedy
 
 __all__ = ["ReMax", "ReMaxConfig", "SamplingActor"]
 
@@ -48,7 +48,10 @@ class ReMax(PolicyGradient):
         for scorer in self.scorers:
             batch = scorer.score(batch)
         prompts, prompt_of = one_of_each_group(source)
-        return with_baseline(batch, self.baseline.score(self.actor.rollout(prompts, self.greedy)), prompt_of)
+        greedy = self.baseline.score(self.actor.rollout(prompts, self.greedy))
+        for penalty in self.greedy_penalties():
+            greedy = self.estimator.compute(greedy, penalty)
+        return with_baseline(batch, greedy, prompt_of)
 
     def learn(self, batch: Batch) -> Batch:
         batch = self.objective.prepare(self.actor, batch)
@@ -56,9 +59,14 @@ class ReMax(PolicyGradient):
         self.actor.update(batch, self.objective.policy_loss())
         return batch
 
+    def greedy_penalties(self) -> list[Fn]:
+        """Those of the samples' scores, here where the length of the greedy responses is known."""
+        return [renamed(fn, {"scores": "greedy_scores"}) for fn in self.objective.penalties()]
+
     def advantages(self) -> Fn:
-        """Rewards to go minus the score of the greedy response (algorithm 1)."""
-        return chain(*self.objective.token_rewards(), greedy_baseline.bind(), keep=("rewards", "advantages"))
+        """Rewards to go minus the score of the greedy response (algorithm 1), both on one scale."""
+        rewards = self.objective.token_rewards(normalise=normalise_with_greedy)
+        return chain(*rewards, greedy_baseline.bind(), keep=("rewards", "advantages"))
 
 
 def one_of_each_group(source: Batch) -> tuple[Batch, np.ndarray]:

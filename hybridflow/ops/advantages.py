@@ -30,6 +30,7 @@ __all__ = [
     "leave_one_out",
     "n_step_returns",
     "normalise_scores",
+    "normalise_with_greedy",
     "overlong_penalty",
     "score_rewards",
     "teacher_rewards",
@@ -147,12 +148,28 @@ def normalise_scores(batch: Batch, mean: float | None = None, std: float | None 
 
     Equal scores, and a single one, become 0.
     """
-    valid, scores = _Steps(batch).counts > 0, batch["scores"].astype(np.float64)
+    scores = batch["scores"].astype(np.float64)
+    return {"scores": _normalised(scores, _Steps(batch).counts > 0, mean, std)}
+
+
+@columns(reads=("scores", "greedy_scores", "response_mask"), writes=("scores", "greedy_scores"))
+def normalise_with_greedy(batch: Batch, mean: float | None = None, std: float | None = None) -> dict[str, Array]:
+    """``normalise_scores`` for scores that are compared with those of greedy responses: both on one scale.
+
+    By default that of both together: samples that are all alike then don't blow up the distance to another greedy score.
+    """
+    both = np.concatenate([batch["scores"], batch["greedy_scores"]]).astype(np.float64)
+    scores, greedy = np.split(_normalised(both, np.tile(_Steps(batch).counts > 0, 2), mean, std), 2)
+    return {"scores": scores, "greedy_scores": greedy}
+
+
+def _normalised(scores: Floats, valid: NDArray[np.bool_], mean: float | None, std: float | None) -> Array:
+    """``scores`` less their mean over their deviation, or the given ones; 0 where not ``valid``."""
     scores = np.where(valid, scores, 0.0)
     count = max(int(valid.sum()), 1)
     centred = np.where(valid, scores - (scores.sum() / count if mean is None else mean), 0.0)
     deviation = np.sqrt((centred**2).sum() / count) if std is None else std
-    return {"scores": (centred / (deviation + 1e-8)).astype(np.float32)}
+    return (centred / (deviation + 1e-8)).astype(np.float32)
 
 
 @columns(reads=BOOTSTRAPPED, writes=("advantages", "returns"))

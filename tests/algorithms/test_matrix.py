@@ -164,6 +164,7 @@ VARIANTS: dict[str, Keys] = {
     "distillation of whole responses": {"algorithm": "distill", "distill": {"gamma": 1.0}},
     "overlong penalty": {"algorithm": "grpo", "shaping": {"overlong_buffer": 2, "overlong_penalty": 0.5}},
     **{f"{how} scores": {"algorithm": "remax", "shaping": {"normalise": how}} for how in ("batch", "running")},
+    "overlong penalty and greedy responses": {"algorithm": "remax", "shaping": {"overlong_buffer": 2}},
     **{
         f"{name} {kind} {correction}": {"algorithm": name, "loss": {"kind": kind, "correction": correction}}
         for name in METHODS

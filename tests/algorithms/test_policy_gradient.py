@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, Objective, ShapingConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
-from hybridflow.algorithms.remax import one_of_each_group, with_baseline
+from hybridflow.algorithms.remax import ReMax, ReMaxConfig, one_of_each_group, with_baseline
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.core.batch import Batch, Ragged
@@ -106,6 +106,15 @@ def test_running_scores_are_normalised_by_the_steps_before() -> None:
     assert other.shaped_scores()[0].params == one.shaped_scores()[0].params
 
 
+def test_running_scores_that_were_all_equal_give_no_scale() -> None:
+    one = objective(shaping={"normalise": "running"})
+    for _ in range(3):
+        one.observe({"reward/mean": 0.7, "reward/std": 0.0})
+    assert one.shaped_scores()[0].params == {}
+    one.observe({"reward/mean": 0.3, "reward/std": 0.1})
+    assert one.shaped_scores()[0].params == {"mean": pytest.approx(0.6), "std": pytest.approx(math.sqrt(0.0325))}
+
+
 def test_scores_are_shaped_before_the_kl_is_taken_off() -> None:
     one = objective(kl={"coef": 0.5}, shaping={"overlong_buffer": 4, "normalise": "batch"})
     assert [fn.name for fn in one.shaped_scores()] == ["overlong_penalty", "normalise_scores", "kl_into_scores"]
@@ -176,6 +185,30 @@ def test_remax_asks_for_one_greedy_response_per_prompt() -> None:
     source = Batch({"group_id": np.array(["b", "b", "a", "b", "a"]), "sample_id": np.arange(5)})
     prompts, places = one_of_each_group(source)
     assert prompts["sample_id"].tolist() == [0, 2] and places.tolist() == [0, 0, 1, 0, 1]
+
+
+def test_remax_shapes_greedy_scores_as_those_of_samples() -> None:
+    """Normalised, advantages are those without shaping over one deviation, that of samples and greedy responses."""
+    sampled = batch().with_columns(greedy_scores=np.array([2, 2, 0, 0], np.float32))
+
+    def advantages(**shaping: Any) -> np.ndarray:
+        method = ReMax(ReMaxConfig(), objective(shaping=shaping), NOBODY, NOBODY, (), NOBODY, NOBODY)
+        return np.concatenate(rows(method.advantages()(sampled)["advantages"]))
+
+    plain = advantages()
+    assert plain.tolist() == [-1, -1, -2, 3, 3, 1]
+    deviation = np.std([1, 0, 3, 1, 2, 2, 0, 0])
+    np.testing.assert_allclose(advantages(normalise="batch"), plain / deviation, rtol=1e-5)
+    np.testing.assert_allclose(advantages(normalise="running"), plain / deviation, rtol=1e-5)
+
+
+def test_a_long_greedy_response_of_remax_is_punished_for_its_own_length() -> None:
+    shaped = objective(shaping={"overlong_buffer": 4, "overlong_penalty": 2.0})
+    method = ReMax(ReMaxConfig(), shaped, NOBODY, NOBODY, (), NOBODY, NOBODY)
+    greedy = Batch({"greedy_scores": np.array([1, 1, 1, 1], np.float32), "response_mask": batch()["response_mask"]})
+    [penalty] = method.greedy_penalties()
+    assert penalty(greedy)["greedy_scores"].tolist() == [0, 0.5, 0, 0.5]
+    assert ReMax(ReMaxConfig(), objective(), NOBODY, NOBODY, (), NOBODY, NOBODY).greedy_penalties() == []
 
 
 def test_a_greedy_response_that_could_not_be_scored_takes_its_group_out() -> None:

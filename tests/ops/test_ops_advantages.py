@@ -20,6 +20,7 @@ from hybridflow.ops.advantages import (
     leave_one_out,
     n_step_returns,
     normalise_scores,
+    normalise_with_greedy,
     overlong_penalty,
     score_rewards,
     teacher_rewards,
@@ -45,6 +46,8 @@ ESTIMATORS = [
     group_baseline.bind(),
     normalise_scores.bind(),
     normalise_scores.bind(mean=0.5, std=2.0),
+    normalise_with_greedy.bind(),
+    normalise_with_greedy.bind(mean=0.5, std=2.0),
     teacher_rewards.bind(),
     lagrangian.bind(multiplier=0.5),
     renamed(gae.bind(gamma=0.9, lam=0.8), {"values": "cost_values", "advantages": "cost_advantages"}),
@@ -286,6 +289,15 @@ def test_normalised_scores_have_mean_zero_and_deviation_one():
     np.testing.assert_allclose(normalise_scores(batch)["scores"], [-root, 0, 0, root], rtol=1e-6)
     assert normalise_scores(batch, mean=1.0, std=2.0)["scores"].tolist() == [0, 1, 0, 2]
     assert not normalise_scores(batch_of([[1], [1]], scores=[7.0, 7.0]))["scores"].any()
+
+
+def test_greedy_scores_are_normalised_on_the_scale_of_both():
+    batch = batch_of([[1], [0], [1]], scores=[1.0, 99.0, 3.0], greedy_scores=[1.0, 99.0, 7.0])
+    both = normalise_with_greedy(batch)  # mean 3, deviation √6
+    np.testing.assert_allclose(both["scores"], [-2 / 6**0.5, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(both["greedy_scores"], [-2 / 6**0.5, 0, 4 / 6**0.5], rtol=1e-6)
+    given = normalise_with_greedy(batch, mean=1.0, std=2.0)
+    assert given["scores"].tolist() == [0, 0, 1] and given["greedy_scores"].tolist() == [0, 0, 3]
 
 
 def test_group_baseline_by_hand():
