@@ -24,14 +24,14 @@ from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
-from hybridflow.core.roles import Algorithm, Role
+from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
 from hybridflow.rollout.schedule import DynamicSampling, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
-__all__ = ["Parts", "Run", "build", "make_algorithm", "make_objective", "make_parts"]
+__all__ = ["Parts", "Run", "build", "make_algorithm", "make_makers", "make_objective", "make_parts"]
 
 
 class Parts(Protocol):
@@ -73,18 +73,23 @@ def build(config: RunConfig) -> Run:
         runtime = LocalRuntime()
         on_error.callback(runtime.stop)
         parts = make_parts(config, runtime)
-        makers = {
-            **parts.makers(),
-            "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
-            "objective": lambda: make_objective(config),
-        }
         buffer, schedule = _buffer_and_schedule(config, parts)
-        trainer = Trainer(make_algorithm(config, makers), parts.source, buffer, schedule, runtime)
+        algorithm = make_algorithm(config, make_makers(config, parts, runtime))
+        trainer = Trainer(algorithm, parts.source, buffer, schedule, runtime)
         on_error.pop_all()
     return Run(config, runtime, parts, trainer)
 
 
-def make_parts(config: RunConfig, runtime: LocalRuntime) -> Parts:
+def make_makers(config: RunConfig, parts: Parts, runtime: Runtime) -> dict[str, Callable[[], Any]]:
+    """What makes each part that an algorithm's constructor may name."""
+    return {
+        **parts.makers(),
+        "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
+        "objective": lambda: make_objective(config),
+    }
+
+
+def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
     """The parts of a run without an algorithm, as evaluating and generating need them."""
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(ResourceError(MEMORY)))
 
 
+OVERRIDE = "any key of the configuration can be overridden: --section.key value (hybridflow keys lists them)"
+
 MEMORY = (
     "out of memory: lower train.token_budget (the result stays the same), generation.max_slots, generation.kv_cache_gb or "
     'train.prompts_per_step, or set actor.dtype = "bfloat16" or actor.activation_checkpointing = true'
@@ -94,22 +96,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
-    override = "any key of the configuration can be overridden: --section.key value (hybridflow keys lists them)"
-    train = command("train", _train, f"train as a TOML file says; {override}", overrides=True)
+    train = command("train", _train, f"train as a TOML file says; {OVERRIDE}", overrides=True)
     train.add_argument("config", type=Path, help="TOML file")
     train.add_argument(
         "--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from a checkpoint, by default the newest"
     )
-    evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {override}", True)
+    evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {OVERRIDE}", True)
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
     evaluate.add_argument("--json", action="store_true")
     rank = command(
-        "rank", _rank, f"make preference pairs: sample responses, score them, keep best and worst; {override}", True
+        "rank", _rank, f"make preference pairs: sample responses, score them, keep best and worst; {OVERRIDE}", True
     )
     rank.add_argument("source", type=Path, help="TOML file with prompts and a reward, or run directory")
     rank.add_argument("--out", type=Path, required=True, help="file of pairs to write, .jsonl; data.pairs reads it")
     rank.add_argument("--count", type=int, help="prompts to sample; default: every prompt once")
-    command("demo", _demo, f"teach a real language model to add, in minutes; {override}", overrides=True)
+    command("demo", _demo, f"teach a real language model to add, in minutes; {OVERRIDE}", overrides=True)
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
     report.add_argument("--output", type=Path, help="default: report.html in the first run")
@@ -156,6 +157,12 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
         sub = command(name, _show, text)
         sub.set_defaults(name=name)
         sub.add_argument("--json", action="store_true")
+    graph = command("graph", _graph, f"which role runs where, and what one step of a TOML file calls; {OVERRIDE}", True)
+    graph.add_argument("config", type=Path, help="TOML file")
+    form = graph.add_mutually_exclusive_group()
+    form.add_argument("--json", dest="form", action="store_const", const="json", default="text")
+    form.add_argument("--dot", dest="form", action="store_const", const="dot", help="for Graphviz")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -249,6 +256,12 @@ def _show(options: Any) -> int | None:
 
     shown = {"algorithms": show.algorithms, "tasks": show.task_list, "keys": show.run_keys, "doctor": show.doctor}
     return shown[options.name](options.json)
+
+
+def _graph(options: Any) -> None:
+    from hybridflow.commands.graph import graph
+
+    graph(options.config, options.overrides, options.form, options.html)
 
 
 def _models(options: Any) -> None:

@@ -7,7 +7,30 @@ from dataclasses import dataclass, field
 
 from hybridflow.core.roles import Kind
 
-__all__ = ["Call", "Edge", "Graph"]
+__all__ = ["Call", "Edge", "Graph", "RoleSize"]
+
+
+@dataclass(frozen=True)
+class RoleSize:
+    """A role and what it holds. Bytes: of the weights (in ``dtype``) of all its networks, and of the gradients and the
+    optimizer of what is trained; activations and caches come on top.
+
+    ``model``: whose weights it starts from, or which functions it runs. ``where``: the device, or what else runs it.
+    ``minibatches`` and ``epochs``: of an update, 0 for roles that are not trained.
+    """
+
+    name: str
+    worker: str
+    where: str
+    model: str
+    parameters: int = 0
+    trained: int = 0
+    dtype: str = ""
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    minibatches: int = 0
+    epochs: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,8 +71,9 @@ class Edge:
 
 @dataclass
 class Graph:
-    """Calls and edges in the order in which the program makes them."""
+    """Calls and edges in the order in which the program makes them, and the roles that it has."""
 
+    roles: list[RoleSize] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
 

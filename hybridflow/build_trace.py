@@ -1,0 +1,90 @@
+"""The call graph of a run's step, from its configuration alone: every part is made as for training, on the trace runtime.
+
+Models are built on the device "meta", where they have sizes and no weights, so a graph takes a second for any model. Data
+and tokenizer are the real ones: the rows of the first step say how many and how long prompts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridflow.algorithms import ALGORITHMS
+from hybridflow.build import make_algorithm, make_makers, make_parts
+from hybridflow.config import RunConfig
+from hybridflow.controller.trace_runtime import TraceRuntime, Workload
+from hybridflow.core.batch import Batch
+from hybridflow.core.graph import Graph, RoleSize
+from hybridflow.core.roles import Role
+from hybridflow.data.envs import entry_types, spaces_of
+from hybridflow.rollout.buffer import REPLAYED
+from hybridflow.workers.optimizer import freeze, training_bytes
+
+__all__ = ["trace"]
+
+
+def trace(config: RunConfig) -> Graph:
+    """What one step of a run calls. No weights are read; mistakes in data and models are told as a run tells them."""
+    runtime = TraceRuntime(_workload(config))
+    sizes_only = config.model_copy(update={"device": "meta"})
+    parts = make_parts(sizes_only, runtime)
+    makers = make_makers(sizes_only, parts, runtime)
+    algorithm = make_algorithm(sizes_only, makers | _demonstrations(makers, runtime))
+    given = ("environment", "slots") if config.environment is not None else ("data", ALGORITHMS[config.algorithm].records)
+    batch = algorithm.rollout(runtime.source(*given, parts.source(1)))
+    runtime.times = config.train.updates_per_step
+    if config.algorithm == "dqn":
+        names = ("sample_id", *REPLAYED)
+        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), names, config.replay.batch_size)
+    algorithm.learn(batch)
+    where = str(config.torch_device)
+    runtime.graph.roles = [_role_size(role, runtime, where) for role in runtime.roles.values()]
+    return runtime.graph
+
+
+def _workload(config: RunConfig) -> Workload:
+    if config.environment is not None:
+        return Workload(config.environment.steps_per_rollout, entry_types(spaces_of(config.environment)))
+    return Workload(config.generation.max_new_tokens)
+
+
+def _demonstrations(makers: Mapping[str, Callable[[], Any]], runtime: TraceRuntime) -> dict[str, Callable[[], Any]]:
+    """The demonstrations that an algorithm asks for in ``learn``, as a source of the graph."""
+
+    def make() -> Callable[[int], Batch]:
+        draw = makers["demonstrations"]()
+        return lambda update: runtime.source("data", "demonstrations", draw(update))
+
+    return {"demonstrations": make}
+
+
+def _role_size(role: Role[Any], runtime: TraceRuntime, where: str) -> RoleSize:
+    worker = role.worker.__name__
+    if role.name in runtime.shared:
+        place = "own process (vLLM)" if role.args.get("engine") == "vllm" else where
+        return RoleSize(role.name, worker, place, f"the {runtime.shared[role.name]}'s, in place")
+    if "specs" in role.args:
+        return RoleSize(role.name, worker, "own processes", ", ".join(spec.function for spec in role.args["specs"]))
+    if "networks" not in role.args:
+        return RoleSize(role.name, worker, "driver", "")
+    return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args)
+
+
+def _with_networks(size: RoleSize, args: Mapping[str, Any]) -> RoleSize:
+    built = args["networks"].build()
+    parameters = [parameter for network in built.values() for parameter in network.parameters()]
+    size = replace(
+        size,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        weight_bytes=sum(parameter.nbytes for parameter in parameters),
+    )
+    if "optimizer" not in args:
+        return size
+    main = built[args["networks"].main]
+    freeze(main, args["optimizer"].freeze)
+    trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
+    gradients, optimizer = training_bytes(main)
+    plan = {"minibatches": args["plan"].minibatches, "epochs": args["plan"].epochs}
+    return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer, **plan)

@@ -1,0 +1,103 @@
+"""``hybridflow graph``: which role runs where and how large it is, and what one step calls, without loading a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from hybridflow.build_trace import trace
+from hybridflow.config import RunConfig, load_config
+from hybridflow.core.graph import Call, Graph, RoleSize
+from hybridflow.telemetry.graph_picture import call_size, count, dot, graph_page, memory
+
+__all__ = ["graph"]
+
+Form = Literal["text", "json", "dot"]
+
+
+def graph(path: Path, overrides: Sequence[str], form: Form, html: Path | None) -> None:
+    """Print the graph of a configuration, or write it as a page to ``html``."""
+    config = load_config(path, overrides)
+    traced = trace(config)
+    if html is not None:
+        html.write_text(graph_page(traced, f"{config.algorithm}: one step", _headline(config, traced)), encoding="utf-8")
+        print(html)
+    elif form == "json":
+        print(json.dumps({"algorithm": config.algorithm, **asdict(traced)}, indent=2))
+    elif form == "dot":
+        print(dot(traced, config.algorithm))
+    else:
+        print("\n".join(_text(config, traced)))
+
+
+def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
+    yield _headline(config, traced)
+    yield ""
+    yield from _role_table(traced.roles)
+    yield ""
+    yield "One step, call by call. Bytes are those of columns that a call reads, without text."
+    for call in traced.calls:
+        yield from _call_lines(call, traced)
+
+
+def _headline(config: RunConfig, traced: Graph) -> str:
+    source, train = traced.calls[0], config.train
+    if config.environment is not None:
+        work = f"{source.rows} environments, {config.environment.steps_per_rollout} steps of each"
+        return f"{config.algorithm} in {config.environment.id}: a step is {work}. A row is a piece of an episode."
+    rollouts = [call for call in traced.calls if call.kind == "generate"]
+    if not rollouts:
+        return f"{config.algorithm}: a step is {source.rows} rows of the data."
+    groups = f"{train.prompts_per_step} prompts" + (
+        f", {train.group_size} responses to each" if train.group_size > 1 else ""
+    )
+    lengths = (
+        f"{rollouts[0].tokens_in / rollouts[0].rows:.0f} tokens, responses taken to be {config.generation.max_new_tokens}"
+    )
+    return f"{config.algorithm}: a step is {groups}. A prompt has about {lengths}, the most."
+
+
+def _role_table(roles: Sequence[RoleSize]) -> Iterator[str]:
+    header = ("role", "worker", "where", "parameters", "trained", "dtype", "weights", "gradients", "optimizer", "model")
+    rows = [header, *(_role_row(role) for role in roles)]
+    totals = [sum(getattr(role, f"{name}_bytes") for role in roles) for name in ("weight", "gradient", "optimizer")]
+    rows.append(("together", *[""] * 5, *map(memory, totals), ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if name in header[3:9] and name != "dtype" else text.ljust(width)
+            for name, text, width in zip(header, row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _role_row(role: RoleSize) -> tuple[str, ...]:
+    if not role.parameters:
+        return (role.name, role.worker, role.where, *[""] * 6, role.model)
+    trained = "frozen" if not role.trained else "all" if role.trained == role.parameters else count(role.trained)
+    sizes = (memory(role.weight_bytes), memory(role.gradient_bytes), memory(role.optimizer_bytes))
+    return (role.name, role.worker, role.where, count(role.parameters), trained, role.dtype, *sizes, role.model)
+
+
+def _call_lines(call: Call, traced: Graph) -> Iterator[str]:
+    times = f"  x {call.times}" if call.times > 1 else ""
+    yield ""
+    yield f"{call.number:2}  {call.name}  {call.kind}, {call_size(call)}{times}"
+    for writer, edges in traced.read_by(call):
+        size = memory(sum(edge.bytes or 0 for edge in edges)) or "text"
+        yield f"      reads {', '.join(edge.column for edge in edges)} from {writer.number} {writer.name}, {size}"
+    if call.function:
+        yield f"      runs {call.function}{_passes(call, traced.roles)}"
+    if call.writes:
+        yield f"      writes {', '.join(call.writes)}"
+
+
+def _passes(call: Call, roles: Sequence[RoleSize]) -> str:
+    """How often an update goes through its batch."""
+    if call.kind != "train":
+        return ""
+    role = next(role for role in roles if role.name == call.role)
+    return f", minibatches: {role.minibatches}, epochs: {role.epochs}"
