@@ -166,7 +166,7 @@ class TextParts:
 
     @cached_property
     def reward(self) -> Any:
-        return self._judge("reward", self.config.reward, self._reward_specs())
+        return self._judge("reward", self.config.reward, self._reward_specs(), {})
 
     @cached_property
     def examiner(self) -> Any:
@@ -175,23 +175,28 @@ class TextParts:
         section = ScorerConfig(functions=self.config.evaluation.functions)
         stands_in = self.config.reward.model is not None and self.task.reward is not None
         specs = section.specs() or (self._reward_specs() if stands_in else ())
-        return self._judge("examiner", section, specs) if specs else self.reward
+        return self._judge("examiner", section, specs, {}) if specs else self.reward
 
     @cached_property
     def cost(self) -> Any:
         """A second scorer, whose scores are ``costs``."""
-        return self._judge("cost", self.config.cost, self.config.cost.specs(), "costs", second=True)
+        return self._judge("cost", self.config.cost, self.config.cost.specs(), {"scores": "costs"}, second=True)
 
     def baseline(self) -> Any:
-        """The reward once more, whose scores are ``greedy_scores``."""
-        return self._judge("baseline", self.config.reward, self._reward_specs(), "greedy_scores")
+        """The reward once more, for greedy responses."""
+        rename = {"scores": "greedy_scores", "score_failed": "greedy_failed"}
+        return self._judge("baseline", self.config.reward, self._reward_specs(), rename)
 
     def _judge(
-        self, name: str, section: ScorerConfig, specs: tuple[RewardSpec, ...], writes: str = "scores", second: bool = False
+        self,
+        name: str,
+        section: ScorerConfig,
+        specs: tuple[RewardSpec, ...],
+        rename: Mapping[str, str],
+        second: bool = False,
     ) -> Any:
-        """A scorer by functions or by a reward model, whose scores are called ``writes``; a ``second`` one is the next
-        to judge the same rows."""
-        args, rename = {"second": second}, {"scores": writes}
+        """A scorer by functions or by a reward model; a ``second`` one is the next to judge the same rows."""
+        args = {"second": second}
         if section.model is not None:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)

@@ -4,13 +4,11 @@ without a critic."""
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain, renamed
-from hybridflow.ops.advantages import greedy_baseline, normalise_with_greedy
+from hybridflow.ops.advantages import drop_without_baseline, greedy_baseline, normalise_with_greedy
 
 __all__ = ["ReMax", "ReMaxConfig", "SamplingActor"]
 
@@ -27,7 +25,7 @@ class SamplingActor(Actor, Protocol):
 
 class ReMax(PolicyGradient):
     """Roles: actor, estimator, scorers (reward, and the reference when there is a KL), baseline (the reward again, writing
-    ``greedy_scores``). ``greedy``: sampling parameters that take the likeliest token.
+    ``greedy_scores`` and ``greedy_failed``). ``greedy``: sampling parameters that take the likeliest token.
     """
 
     def __init__(
@@ -47,11 +45,11 @@ class ReMax(PolicyGradient):
         batch = self.actor.rollout(source)
         for scorer in self.scorers:
             batch = scorer.score(batch)
-        prompts, prompt_of = one_of_each_group(source)
-        greedy = self.baseline.score(self.actor.rollout(prompts, self.greedy))
+        greedy = self.baseline.score(self.actor.rollout(source.first_of_groups(), self.greedy))
         for penalty in self.greedy_penalties():
             greedy = self.estimator.compute(greedy, penalty)
-        return with_baseline(batch, greedy, prompt_of)
+        batch = batch.join_groups(greedy, "greedy_scores", "greedy_failed")
+        return self.estimator.compute(batch, drop_without_baseline.bind())
 
     def learn(self, batch: Batch) -> Batch:
         batch = self.objective.prepare(self.actor, batch)
@@ -67,22 +65,3 @@ class ReMax(PolicyGradient):
         """Rewards to go minus the score of the greedy response (algorithm 1), both on one scale."""
         rewards = self.objective.token_rewards(normalise=normalise_with_greedy)
         return chain(*rewards, greedy_baseline.bind(), keep=("rewards", "advantages"))
-
-
-def one_of_each_group(source: Batch) -> tuple[Batch, np.ndarray]:
-    """(the first row of every group, [B] the place of each row's group among them)."""
-    place_of: dict[Any, int] = {}
-    places = np.array([place_of.setdefault(key, len(place_of)) for key in source["group_id"].tolist()], np.int64)
-    _, first = np.unique(places, return_index=True)
-    return source.rows(first), places
-
-
-def with_baseline(batch: Batch, greedy: Batch, prompt_of: np.ndarray) -> Batch:
-    """``batch`` with the greedy score of each row's prompt; where the greedy response could not be scored, the group has
-    no part in learning."""
-    failed, mask = greedy["score_failed"][prompt_of], batch.ragged("response_mask")
-    return batch.with_columns(
-        greedy_scores=greedy["greedy_scores"][prompt_of],
-        score_failed=batch["score_failed"] | failed,
-        response_mask=mask.like(mask.values & ~failed[mask.row_index]),
-    )

@@ -38,7 +38,7 @@ def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
     yield ""
     yield from _role_table(traced.roles)
     yield ""
-    yield "One step, call by call. Bytes are those of columns that a call reads, without text."
+    yield "The calls of one step, in order. Bytes leave out text."
     for call in traced.calls:
         yield from _call_lines(call, traced)
 
@@ -54,10 +54,11 @@ def _headline(config: RunConfig, traced: Graph) -> str:
     groups = f"{train.prompts_per_step} prompts" + (
         f", {train.group_size} responses to each" if train.group_size > 1 else ""
     )
+    prompt, response = rollouts[0].tokens_in / rollouts[0].rows, config.generation.max_new_tokens
     lengths = (
-        f"{rollouts[0].tokens_in / rollouts[0].rows:.0f} tokens, responses taken to be {config.generation.max_new_tokens}"
+        f"Prompts have {prompt:.0f} tokens on average; responses are taken to be as long as they may, {response} tokens."
     )
-    return f"{config.algorithm}: a step is {groups}. A prompt has about {lengths}, the most."
+    return f"{config.algorithm}: a step is {groups}. {lengths}"
 
 
 def _role_table(roles: Sequence[RoleSize]) -> Iterator[str]:
@@ -83,9 +84,7 @@ def _role_row(role: RoleSize) -> tuple[str, ...]:
 
 
 def _call_lines(call: Call, traced: Graph) -> Iterator[str]:
-    times = f"  x {call.times}" if call.times > 1 else ""
-    yield ""
-    yield f"{call.number:2}  {call.name}  {call.kind}, {call_size(call)}{times}"
+    yield f"{call.number:2}  {call.name}  {call.kind}, {call_size(call, traced.unit)}"
     for writer, edges in traced.read_by(call):
         size = memory(sum(edge.bytes or 0 for edge in edges)) or "text"
         yield f"      reads {', '.join(edge.column for edge in edges)} from {writer.number} {writer.name}, {size}"

@@ -197,6 +197,24 @@ class Batch:
         """Every row ``count`` times, copies side by side."""
         return self.rows(np.repeat(np.arange(len(self)), count))
 
+    def first_of_groups(self) -> Batch:
+        """The first row of every group (rows of equal ``group_id``), in their order."""
+        ids, first = self["group_id"], dict[Any, int]()
+        if isinstance(ids, Traced):
+            return self.rows(np.arange(ids.refuse() if ids.num_groups is None else ids.num_groups))
+        for row, key in enumerate(ids.tolist()):
+            first.setdefault(key, row)
+        return self.rows(list(first.values()))
+
+    def join_groups(self, groups: Batch, *names: str) -> Batch:
+        """Row fields ``names`` of ``groups``, which has one row for each ``group_id``, added to the rows of each group."""
+        if isinstance(self["group_id"], Traced):
+            place: Any = np.arange(len(self)) * len(groups) // max(len(self), 1)
+        else:
+            row_of = {key: row for row, key in enumerate(groups["group_id"].tolist())}
+            place = [row_of[key] for key in self["group_id"].tolist()]
+        return self.with_columns(**groups.select(names).rows(place).columns)
+
     def steps(self) -> Batch:
         """One row for each action step (where ``response_mask`` is True): time columns of length 1, row fields repeated."""
         mask = self.ragged("response_mask")

@@ -58,6 +58,7 @@ FIELDS: dict[str, Field] = {
     "costs": Field("row", "float32", "what a second scorer gave the response; it has to stay low"),
     "score_failed": Field("row", "bool", "a scorer failed on this row: its scores mean nothing"),
     "greedy_scores": Field("row", "float32", "score of the greedy response to the same prompt (ReMax)"),
+    "greedy_failed": Field("row", "bool", "a scorer failed on that response: its score means nothing"),
     "rewards": Field("time", "float32", "reward of each step"),
     "values": Field("time", "float32", "value of the state before the step"),
     "bootstrap_values": Field("row", "float32", "value of the state after the last step"),

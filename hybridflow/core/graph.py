@@ -77,6 +77,11 @@ class Graph:
     calls: list[Call] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
 
+    @property
+    def unit(self) -> str:
+        """What the time axis counts."""
+        return "steps" if self.calls[0].role == "environment" else "tokens"
+
     def read_by(self, call: Call) -> Iterator[tuple[Call, list[Edge]]]:
         """(writer, what it wrote) of everything that ``call`` reads."""
         edges = [edge for edge in self.edges if edge.reader == call.number]

@@ -19,6 +19,7 @@ from hybridflow.ops.kl import KLKind, estimate_kl
 
 __all__ = [
     "discounted_returns",
+    "drop_without_baseline",
     "gae",
     "greedy_baseline",
     "group_baseline",
@@ -307,6 +308,14 @@ def leave_one_out(batch: Batch) -> dict[str, Ragged]:
     groups = _Groups(batch, steps)
     others = (groups.sum(groups.scores) - groups.scores) / (groups.sizes - 1).clip(1)
     return {"advantages": steps.row_column(np.where(groups.sizes > 1, groups.scores - others, 0.0))}
+
+
+@columns(reads=("score_failed", "greedy_failed", "response_mask"), writes=("score_failed", "response_mask"))
+def drop_without_baseline(batch: Batch) -> dict[str, Any]:
+    """Rows whose greedy response could not be scored have failed too, and lose their action steps."""
+    failed, mask = batch["greedy_failed"], batch.ragged("response_mask")
+    kept = mask.like(mask.values & ~failed[mask.row_index])
+    return {"score_failed": batch["score_failed"] | failed, "response_mask": kept}
 
 
 @columns(reads=("rewards", "greedy_scores", "response_mask"), writes=("advantages",))

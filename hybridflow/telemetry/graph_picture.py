@@ -37,20 +37,19 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
-def call_size(call: Call) -> str:
-    """Rows and tokens of a call."""
+def call_size(call: Call, unit: str) -> str:
+    """Rows, and tokens or steps, of a call, and how often a step makes it."""
+    read = f"{'prompt ' if call.kind == 'generate' else ''}{unit}"
     parts = [f"{call.rows:,} rows"]
-    if call.kind == "generate":
-        parts += [f"{call.tokens_in:,} prompt tokens"] if call.tokens_in else []
-        return ", ".join([*parts, f"{call.tokens_out:,} new {'tokens' if call.tokens_in else 'steps'}"])
-    return ", ".join([*parts, *([f"{call.tokens_in:,} tokens"] if call.tokens_in else [])])
+    parts += [f"{number:,} {what}" for number, what in ((call.tokens_in, read), (call.tokens_out, f"new {unit}")) if number]
+    return ", ".join(parts) + (f", {call.times} times" if call.times > 1 else "")
 
 
 def dot(graph: Graph, name: str) -> str:
     """The graph in Graphviz's language."""
     lines = [f"digraph {json.dumps(name)} {{", "  node [shape=box];"]
     for call in graph.calls:
-        label = f"{call.number} {call.name}\n{call.kind}, {call_size(call)}"
+        label = f"{call.number} {call.name}\n{call.kind}, {call_size(call, graph.unit)}"
         lines.append(f"  n{call.number} [label={json.dumps(label)}, color={json.dumps(COLORS[call.kind])}];")
     for call in graph.calls:
         for writer, edges in graph.read_by(call):
@@ -131,7 +130,9 @@ def _boxes(graph: Graph, places: dict[int, tuple[int, int]]) -> Iterator[str]:
         x, y = places[call.number]
         left = x + (LANE - WIDTH) // 2
         times = f" × {call.times}" if call.times > 1 else ""
-        told = escape(f"{call_size(call)}\nruns {call.function}" if call.function else call_size(call))
+        told = escape(
+            f"{call_size(call, graph.unit)}\nruns {call.function}" if call.function else call_size(call, graph.unit)
+        )
         size = f"{call.tokens_out:,} new" if call.kind == "generate" else f"{call.rows:,} rows"
         yield f'<g><title>{told}</title><rect x="{left}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="8" '
         yield f'fill="var(--card)" stroke="{COLORS[call.kind]}" stroke-width="1.6"/>'

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, Objective, ShapingConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
-from hybridflow.algorithms.remax import ReMax, ReMaxConfig, one_of_each_group, with_baseline
+from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.core.batch import Batch, Ragged
+from hybridflow.ops.advantages import drop_without_baseline
 
 NOBODY: Any = SimpleNamespace()
 
@@ -181,12 +182,6 @@ def test_the_multiplier_follows_the_cost_and_stays_bounded() -> None:
     assert 0 < method.metrics()["lambda"] < 0.5
 
 
-def test_remax_asks_for_one_greedy_response_per_prompt() -> None:
-    source = Batch({"group_id": np.array(["b", "b", "a", "b", "a"]), "sample_id": np.arange(5)})
-    prompts, places = one_of_each_group(source)
-    assert prompts["sample_id"].tolist() == [0, 2] and places.tolist() == [0, 0, 1, 0, 1]
-
-
 def test_remax_shapes_greedy_scores_as_those_of_samples() -> None:
     """Normalised, advantages are those without shaping over one deviation, that of samples and greedy responses."""
     sampled = batch().with_columns(greedy_scores=np.array([2, 2, 0, 0], np.float32))
@@ -212,9 +207,7 @@ def test_a_long_greedy_response_of_remax_is_punished_for_its_own_length() -> Non
 
 
 def test_a_greedy_response_that_could_not_be_scored_takes_its_group_out() -> None:
-    sampled = batch().with_columns(score_failed=np.array([False, False, False, True]))
-    greedy = Batch({"greedy_scores": np.array([7, 5], np.float32), "score_failed": np.array([True, False])})
-    out = with_baseline(sampled, greedy, np.array([0, 0, 1, 1]))
-    assert out["greedy_scores"].tolist() == [7, 7, 5, 5]
+    failed = {"score_failed": np.array([False, False, False, True]), "greedy_failed": np.array([True, True, False, False])}
+    out = drop_without_baseline(batch().with_columns(**failed))
     assert out["score_failed"].tolist() == [True, True, False, True]
     assert [int(row.sum()) for row in out["response_mask"]] == [0, 0, 2, 1]
