@@ -24,9 +24,12 @@ from hybridflow.workers.optimizer import freeze, training_bytes
 __all__ = ["trace"]
 
 
-def trace(config: RunConfig) -> Graph:
-    """What one step of a run calls. No weights are read; mistakes in data and models are told as a run tells them."""
-    runtime = TraceRuntime(_workload(config))
+def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
+    """What one step of a run calls. No weights are read; mistakes in data and models are told as a run tells them.
+
+    ``response_tokens``: mean length of a response; the longest that is allowed if None.
+    """
+    runtime = TraceRuntime(_workload(config, response_tokens))
     sizes_only = config.model_copy(update={"device": "meta"})
     parts = make_parts(sizes_only, runtime)
     makers = make_makers(sizes_only, parts, runtime)
@@ -43,10 +46,10 @@ def trace(config: RunConfig) -> Graph:
     return runtime.graph
 
 
-def _workload(config: RunConfig) -> Workload:
+def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
     if config.environment is not None:
         return Workload(config.environment.steps_per_rollout, entry_types(spaces_of(config.environment)))
-    return Workload(config.generation.max_new_tokens)
+    return Workload(config.generation.max_new_tokens if response_tokens is None else response_tokens)
 
 
 def _demonstrations(makers: Mapping[str, Callable[[], Any]], runtime: TraceRuntime) -> dict[str, Callable[[], Any]]:

@@ -10,6 +10,8 @@ from typing import Literal
 
 from hybridflow.build_trace import trace
 from hybridflow.config import RunConfig, load_config
+from hybridflow.core.errors import UserError
+from hybridflow.core.files import write_whole
 from hybridflow.core.graph import Call, Graph, RoleSize
 from hybridflow.telemetry.graph_picture import call_size, count, dot, graph_page, memory
 
@@ -23,7 +25,12 @@ def graph(path: Path, overrides: Sequence[str], form: Form, html: Path | None) -
     config = load_config(path, overrides)
     traced = trace(config)
     if html is not None:
-        html.write_text(graph_page(traced, f"{config.algorithm}: one step", _headline(config, traced)), encoding="utf-8")
+        page = graph_page(traced, f"{config.algorithm}: one step", _headline(config, traced))
+        try:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(html, page.encode())
+        except OSError as error:
+            raise UserError(f"graph: can't write {html} ({error.strerror}); choose another output file") from None
         print(html)
     elif form == "json":
         print(json.dumps({"algorithm": config.algorithm, **asdict(traced)}, indent=2))
@@ -37,6 +44,10 @@ def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
     yield _headline(config, traced)
     yield ""
     yield from _role_table(traced.roles)
+    called = {call.role for call in traced.calls}
+    idle = [role.name for role in traced.roles if role.name not in called]
+    if idle:
+        yield f"not called in a step: {', '.join(idle)}"
     yield ""
     yield "The calls of one step, in order. Bytes leave out text."
     for call in traced.calls:

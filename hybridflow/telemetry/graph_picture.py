@@ -10,7 +10,7 @@ from hybridflow.telemetry.page import escape, page, table
 
 __all__ = ["call_size", "count", "dot", "graph_page", "memory"]
 
-LANE, ROW, WIDTH, HEIGHT, TOP = 196, 96, 172, 50, 92
+LANE, ROW, WIDTH, HEIGHT, TOP = 150, 92, 138, 48, 92
 COLORS = {
     "generate": "#3b82f6",
     "reward": "#10b981",
@@ -83,9 +83,10 @@ def _svg(graph: Graph) -> str:
     levels = _levels(graph)
     places = {call.number: (lanes.index(call.role) * LANE, TOP + levels[call.number] * ROW) for call in graph.calls}
     width, height = len(lanes) * LANE, TOP + (max(levels.values()) + 1) * ROW
-    parts = [*_lanes(graph, lanes, height), *_curves(graph, places), *_boxes(graph, places)]
-    font = 'font-family="inherit" font-size="12"'
-    return f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" {font}>{"".join(parts)}</svg>'
+    parts = [*_lanes(graph, lanes, height), *_curves(graph, places, levels), *_boxes(graph, places)]
+    shown = f'style="width:100%; min-width:{width * 3 // 4}px; max-width:{width}px" font-family="inherit" font-size="12"'
+    hover = "<style>path:hover { opacity: 1; stroke-width: 4 }</style>"
+    return f'<svg viewBox="0 0 {width} {height}" {shown}>{hover}{"".join(parts)}</svg>'
 
 
 def _levels(graph: Graph) -> dict[int, int]:
@@ -114,14 +115,16 @@ def _lanes(graph: Graph, lanes: list[str], height: int) -> Iterator[str]:
             yield f'<text x="{x + 12}" y="{26 + 19 * line}" {style}>{escape(text)}</text>'
 
 
-def _curves(graph: Graph, places: dict[int, tuple[int, int]]) -> Iterator[str]:
+def _curves(graph: Graph, places: dict[int, tuple[int, int]], levels: dict[int, int]) -> Iterator[str]:
+    """What skips levels is fainter, or the eye finds no way."""
     for call in graph.calls:
         for writer, edges in graph.read_by(call):
             (x0, y0), (x1, y1) = places[writer.number], places[call.number]
             start, end, bend = (x0 + LANE // 2, y0 + HEIGHT), (x1 + LANE // 2, y1), max(24, (y1 - y0 - HEIGHT) // 2)
             path = f"M{start[0]} {start[1]} C{start[0]} {start[1] + bend} {end[0]} {end[1] - bend} {end[0]} {end[1]}"
             told = escape(f"{writer.name} → {call.name}: {_told(edges)}")
-            line = f'fill="none" stroke="{COLORS[writer.kind]}" stroke-width="1.6" opacity="0.55"'
+            opacity = 0.9 if levels[call.number] == levels[writer.number] + 1 else 0.3
+            line = f'fill="none" stroke="{COLORS[writer.kind]}" stroke-width="1.6" opacity="{opacity}"'
             yield f'<path d="{path}" {line}><title>{told}</title></path>'
 
 

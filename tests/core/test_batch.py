@@ -98,3 +98,24 @@ def test_rows_of_a_permutation_invert(rows: list[list[int]], random: object) -> 
     back = ragged.rows(order).rows(np.argsort(order))
     assert [row.tolist() for row in back] == rows
     assert Ragged.from_padded(ragged.padded(), ragged.lengths).values.tolist() == ragged.values.tolist()
+
+
+def test_filled_columns_have_the_vocabulary_s_types() -> None:
+    filled = example().fill(demonstrated=True, advantages=0.5)
+    assert filled["demonstrated"].tolist() == [True, True, True]
+    assert filled["advantages"].values.tolist() == [0.5] * 5 and filled["advantages"].values.dtype == np.float32
+    assert filled["advantages"].lengths.tolist() == [3, 0, 2]
+    with pytest.raises(ContractError, match="unknown column 'no_such'"):
+        example().fill(no_such=1)
+    with pytest.raises(ContractError, match="'advantages' is on the time axis"):
+        Batch({"sample_id": np.arange(2)}).fill(advantages=0)
+    with pytest.raises(ContractError, match="'prompt' is on the prompt axis"):
+        example().fill(prompt=0)
+
+
+def test_groups_give_their_first_rows_and_take_what_was_found_for_them() -> None:
+    batch = Batch({"group_id": np.array(["b", "b", "a", "b", "a"]), "sample_id": np.arange(5)})
+    first = batch.first_of_groups()
+    assert first["sample_id"].tolist() == [0, 2]
+    joined = batch.join_groups(first.with_columns(greedy_scores=np.array([7, 5], np.float32)), "greedy_scores")
+    assert joined["greedy_scores"].tolist() == [7, 7, 5, 7, 5] and joined["sample_id"].tolist() == [0, 1, 2, 3, 4]

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, learning_rate_scale
+from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, learning_rate_scale, training_bytes
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -104,3 +104,15 @@ def test_frozen_parameters_do_not_move() -> None:
 def test_freeze_patterns_that_make_no_sense(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Optimizer(net(), OptimizerConfig(freeze=(pattern,)), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_bytes_are_those_that_an_optimizer_holds(dtype: torch.dtype) -> None:
+    module = net(dtype)
+    optimizer = Optimizer(module, OptimizerConfig(freeze=("0.weight",)), 10)
+    step(module, optimizer)
+    gradients = sum(master.grad.nbytes for master in optimizer.masters.values() if master.grad is not None)
+    moments = [state[name].nbytes for state in optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    copies = [master.nbytes for name, master in optimizer.masters.items() if master is not optimizer.parameters[name]]
+    assert training_bytes(module) == (gradients, sum(moments) + sum(copies))
+    assert bool(copies) == (dtype == torch.bfloat16)
