@@ -150,7 +150,7 @@ def test_make_has_the_readme_s_targets() -> None:
 
 def test_links_and_pictures_exist() -> None:
     for page in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")):
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for link in re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
