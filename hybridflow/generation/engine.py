@@ -244,13 +244,16 @@ class _Flight:
         if not len(tokens):  # every request that enters samples from a prompt that is there
             return torch.cat([self.last_hidden[group] for group in admission.sources])
         attend = StepAttention(self.cache, where, prefills)
-        hidden: Tensor = self.weights.decoder(self.tensor(tokens), self.tensor(positions), attend)
+        wanted = None
+        if prefills:  # of a prompt, only the last state is needed
+            ends = len(decoding) + np.cumsum([p.end - p.start for p in prefills], dtype=np.int64) - 1
+            wanted = self.tensor(np.concatenate([np.arange(len(decoding)), ends]))
+        hidden: Tensor = self.weights.decoder(self.tensor(tokens), self.tensor(positions), attend, wanted)
         self.engine.num_steps += 1
         self.engine.num_prefilled += len(tokens) - len(decoding)
-        if not prefills and not admission.sources:
+        if not admission.groups and not admission.sources:
             return hidden
-        ends = len(decoding) + np.cumsum([p.end - p.start for p in prefills], dtype=np.int64) - 1
-        for i, end in zip(order, ends.tolist(), strict=True):
+        for end, i in enumerate(order, len(decoding)):
             self.last_hidden[admission.groups[i]] = hidden[end : end + 1]
         outputs = torch.cat([hidden[: len(decoding)], *(self.last_hidden[group] for group in admission.sources)])
         waiting = {group for group in self.scheduler.prompts if group.members}

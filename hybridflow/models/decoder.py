@@ -43,15 +43,19 @@ class Decoder(nn.Module):
         # Plain attributes, not buffers: they stay fp32 whatever the dtype of the weights.
         self._cos, self._sin = rope_tables(spec, 0, torch.device("cpu"))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens [N], positions [N] (place of each token in its sequence) -> hidden [N, D], normalised."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, outputs: Tensor | None = None) -> Tensor:
+        """tokens [N], positions [N] (place of each token in its sequence) -> hidden [M, D], normalised.
+
+        outputs [M]: the tokens whose hidden state is wanted, all by default; the others are spared most of the last layer.
+        """
         cos, sin = self.rope(positions)
         x = self.embed(tokens)
         for layer in self.layers:
+            wanted = outputs if layer is self.layers[-1] else None
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, attend, wanted, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, attend)
+                x = layer(x, cos, sin, attend, wanted)
         return self.norm(x)  # type: ignore[no-any-return]
 
     @property
@@ -84,14 +88,17 @@ class Layer(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, outputs: Tensor | None) -> Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
         q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
-        x = x + self.out(attend(self.index, q, k, v).flatten(1))
+        attended = attend(self.index, q, k, v).flatten(1)
+        if outputs is not None:
+            x, attended = x[outputs], attended[outputs]
+        x = x + self.out(attended)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 

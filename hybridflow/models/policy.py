@@ -79,7 +79,7 @@ class TextReward(nn.Module):
         tokens = batch.ragged("tokens")
         last = torch.tensor(tokens.offsets[1:] - 1, device=self.score.device)
         # In fp32 whatever the dtype of the weights: bf16 has 256 numbers between 2 and 4, so scores would often tie.
-        return {"scores": hidden_states(self.decoder, tokens)[last].float() @ self.score[0].float()}
+        return {"scores": hidden_states(self.decoder, tokens, last).float() @ self.score[0].float()}
 
 
 def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
@@ -88,11 +88,12 @@ def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
     return torch.randn(1, size, generator=generator) / math.sqrt(size + 1)
 
 
-def hidden_states(decoder: Decoder, tokens: Ragged) -> Tensor:
-    """[N, D] of every token, each row a sequence of its own."""
+def hidden_states(decoder: Decoder, tokens: Ragged, places: Tensor) -> Tensor:
+    """[M, D] of the tokens at ``places`` [M] of the packed axis, each row a sequence of its own."""
     device = decoder.embed.weight.device
     attention = CausalAttention(torch.tensor(tokens.lengths, device=device))
-    hidden: Tensor = decoder(torch.tensor(tokens.values, device=device), attention.positions, attention)
+    ids = torch.tensor(tokens.values, device=device)
+    hidden: Tensor = decoder(ids, attention.positions, attention, places.to(device))
     return hidden
 
 
@@ -102,5 +103,5 @@ def action_states(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     places = torch.from_numpy(mask.nonzero()[0])
     if (tokens.offsets[:-1][tokens.row_index[mask]] == places.numpy()).any():
         raise ContractError("response_mask is True on a first token; a prompt has at least one token")
-    hidden = hidden_states(decoder, tokens)
-    return hidden[places.to(hidden.device) - 1], torch.tensor(tokens.values[mask], device=hidden.device)
+    hidden = hidden_states(decoder, tokens, places - 1)
+    return hidden, torch.tensor(tokens.values[mask], device=hidden.device)
