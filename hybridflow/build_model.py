@@ -85,7 +85,7 @@ def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> De
         spec = fresh_spec(model.fresh, vocab_size)
     recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
     name = model.model or f"fresh {spec.family}"
-    return DecoderSource(name, spec, folder, DTYPES[model.dtype], config.torch_device, config.seed, recompute)
+    return DecoderSource(name, spec, folder, DTYPES[config.dtype_of(model)], config.torch_device, config.seed, recompute)
 
 
 def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:

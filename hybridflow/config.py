@@ -71,8 +71,8 @@ class ModelConfig(Config):
 
     model: str | None = None
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """of weights and activations; the optimizer keeps float32 masters"""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """of weights and activations; left out, the actor's, whose own is float32; the optimizer keeps float32 masters"""
 
 
 class TrainedConfig(ModelConfig):
@@ -216,6 +216,10 @@ class RunConfig(Config):
         found = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(found if self.device == "auto" else self.device)
 
+    def dtype_of(self, model: ModelConfig) -> str:
+        """What the ``dtype`` of a section comes to."""
+        return model.dtype or self.actor.dtype or "float32"
+
     def sections(self) -> set[str]:
         """The sections that a run of this algorithm, on these inputs, reads."""
         method = ALGORITHMS[self.algorithm]
@@ -341,6 +345,7 @@ def _record_conflicts(config: RunConfig, data: DataConfig) -> Iterator[str]:
         yield f"train.group_size = {config.train.group_size}: {config.algorithm} samples no responses; remove it"
     if config.algorithm == "dpo" and config.dpo.kind == "kto" and config.train.prompts_per_step < 2:
         yield 'train.prompts_per_step = 1: dpo.kind = "kto" compares with responses to other prompts, so it needs 2 or more'
-    if config.algorithm == "dpo" and config.reference.model is None and config.reference.dtype != config.actor.dtype:
-        found = f"reference.dtype = {config.reference.dtype!r}, but actor.dtype = {config.actor.dtype!r}"
-        yield f"{found}: dpo starts from a reference that is equal to the actor; give both one dtype"
+    reference, actor = config.dtype_of(config.reference), config.dtype_of(config.actor)
+    if config.algorithm == "dpo" and config.reference.model is None and reference != actor:
+        found = f"reference.dtype = {reference!r}, but the actor has {actor!r}"
+        yield f"{found}: dpo starts from a reference that is equal to the actor; leave reference.dtype out"

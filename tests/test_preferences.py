@@ -113,7 +113,7 @@ def pairs_file(folder: Path, *rows: dict[str, Any]) -> str:
 KINDS = {
     "reward_model": {"algorithm": "reward_model", "reward_model": {"use_margins": True}},
     "dpo": {"algorithm": "dpo", "dpo": {"label_smoothing": 0.1}},
-    "ipo": {"algorithm": "dpo", "dpo": {"kind": "ipo"}, "actor__dtype": "bfloat16", "reference": {"dtype": "bfloat16"}},
+    "ipo": {"algorithm": "dpo", "dpo": {"kind": "ipo"}, "actor__dtype": "bfloat16"},
     "kto": {"algorithm": "dpo", "dpo": {"kind": "kto"}},
 }
 
@@ -178,7 +178,7 @@ REFUSED = [
         "compares with responses to other prompts, so it needs 2",
     ),
     ("dpo", {"dpo": {"kind": "ipo", "label_smoothing": 0.1}}, 'label_smoothing belongs to kind = "sigmoid", but kind is'),
-    ("dpo", {"actor__dtype": "bfloat16"}, "reference.dtype = 'float32', but actor.dtype = 'bfloat16': dpo starts from"),
+    ("dpo", {"reference": {"dtype": "bfloat16"}}, "reference.dtype = 'bfloat16', but the actor has 'float32'"),
     ("dpo", {"reward": {"functions": ["a:b"]}}, "[reward] is set, but dpo on [data] doesn't read it"),
     ("reward_model", {"reference": {"model": "x"}}, "[reference] is set, but reward_model on [data] doesn't read it"),
     ("reward_model", {"reward_model": {"use_margins": True}}, "use_margins needs a margin in every row"),

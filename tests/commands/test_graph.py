@@ -41,7 +41,7 @@ def test_it_says_who_runs_where_and_what_passes_without_loading_a_model(hybridfl
     assert (code, err) == (0, "")
     assert out.startswith("ppo: a step is 4 prompts, 2 responses to each. Prompts have ")
     rows = {line.split()[0]: line for line in out.splitlines() if line}
-    reference = rf"reference +ModelScorer +cpu +[\d,]+ +frozen +float32 +[\d.]+ kB +{ppo.parent}/sizes"
+    reference = rf"reference +ModelScorer +cpu +[\d,]+ +frozen +bfloat16 +[\d.]+ kB +{ppo.parent}/sizes"
     assert re.fullmatch(reference, rows["reference"])
     assert re.search(r"cpu +[\d,]+ +[\d,]+ +bfloat16 +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB ", rows["actor"])
     assert "the actor's, in place" in rows["sampler"] and "own processes" in rows["reward"]
