@@ -124,9 +124,9 @@ class StepAttention:
         for rectangle, tokens, rows, positions in self.writes:
             written = (k, v) if tokens is None else (k[tokens], v[tokens])
             rectangle.write(layer, rows, positions, *written)
-        if self.num_decoding == len(q):
+        if self.num_decoding == q.shape[0]:
             return self.decode(layer, q)
-        parts = torch.split(q, self.sizes)
+        parts = q.split_with_sizes(self.sizes)
         out = [self.decode(layer, parts[0])] if self.num_decoding else []
         if self.causal is not None:
             span = slice(self.sizes[0], self.sizes[0] + self.sizes[1])
@@ -195,7 +195,7 @@ class StepAttention:
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """q [A, H, E] -> [A, H, E]. The G query heads of a key-value head are the rows of one small matrix product, and for
         a shared prompt those of all rows that see it. Both parts are joined by their share of the softmax's sum."""
-        queries = q.reshape(len(q) * self.cache.spec.num_kv_heads, -1, q.shape[-1])
+        queries = q.reshape(q.shape[0] * self.cache.spec.num_kv_heads, -1, q.shape[-1])
         if self.members is None:
             return self._weigh(queries, *self.window[layer], self.mask)[0].view(q.shape)
         own, own_sum = self._weigh(queries, *self.window[layer], self.mask, log_sum=True)

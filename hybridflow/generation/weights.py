@@ -10,13 +10,16 @@ their log-probabilities are those of that model; how far they are from the learn
 The copy lives as long as the rollout, as the key-value cache does, so no update can leave it behind.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.core.errors import UserError
-from hybridflow.models.decoder import Decoder, Linear
+from hybridflow.models.decoder import Decoder, Linear, RMSNorm
 from hybridflow.ops.linear import can_pack, linear, pack
 
 __all__ = ["Precision", "RolloutWeights"]
@@ -56,42 +59,43 @@ class RolloutWeights:
         return linear(hidden, self._head).float()
 
     def _copy(self) -> Decoder:
-        """A decoder without head: other linear layers, and the other parameters, shared where their type stays."""
+        """A decoder without head: other linear layers, and the other parameters, shared where their type stays.
+
+        Linear layers and norms become plain functions: calling a module takes longer than a small product.
+        """
         with torch.device("meta"):
             new = Decoder(self._source.spec)
         new.lm_head = None
         for name, module in self._source.named_modules():
-            if isinstance(module, Linear) and name != "lm_head":
-                new.set_submodule(name, self._linear(module))
-            elif name != "lm_head":
+            if name == "lm_head":
+                continue
+            if isinstance(module, (Linear, RMSNorm)):
+                parent, _, last = name.rpartition(".")
+                delattr(new.get_submodule(parent), last)
+                setattr(new.get_submodule(parent), last, self._function(module))
+            else:
                 for kind, parameter in module.named_parameters(recurse=False):
-                    frozen = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=False)
-                    new.get_submodule(name).register_parameter(kind, frozen)
+                    new.get_submodule(name).register_parameter(kind, nn.Parameter(self._cast(parameter), False))
         return new
 
-    def _linear(self, module: Linear) -> nn.Module:
+    def _function(self, module: Linear | RMSNorm) -> Callable[[Tensor], Tensor]:
+        weight = self._cast(module.weight)
+        if isinstance(module, RMSNorm):
+            return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.eps)
         if self._int8:
             return _Int8Linear(module)
-        weight = module.weight.detach().to(self._dtype)
-        bias = None if module.bias is None else module.bias.detach().to(self._dtype)
-        return _FrozenLinear(pack(weight) if self._packs else weight, bias)
+        bias = None if module.bias is None else self._cast(module.bias)
+        return partial(linear, weight=pack(weight) if self._packs else weight, bias=bias)
+
+    def _cast(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().to(self._dtype)
 
 
-class _FrozenLinear(nn.Module):
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class _Int8Linear(nn.Module):
+class _Int8Linear:
     """x W^T with W rounded to [-127, 127] times a scale of each output, x to [1, 255] - 128 times one of each token: so a
     token's result doesn't depend on the others."""
 
     def __init__(self, module: Linear) -> None:
-        super().__init__()
         weight = module.weight.detach().float()
         self.scales = (weight.abs().amax(1) / 127).clamp(min=_TINY)
         rounded = (weight / self.scales[:, None]).round().to(torch.int8)
@@ -99,7 +103,7 @@ class _Int8Linear(nn.Module):
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
         self.bias = None if module.bias is None else module.bias.detach().float()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         scales = x.abs().amax(1, keepdim=True).float() / 127 + _TINY
         rounded = (x / scales + 128).round().to(torch.uint8)  # oneDNN is fast with unsigned activations only
         out = torch.ops.onednn.qlinear_pointwise(

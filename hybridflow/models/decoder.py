@@ -91,10 +91,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, outputs: Tensor | None) -> Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
-        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
-        q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], dim=1)
+        q, k = rotate(qk, cos, sin).split_with_sizes([heads, kv_heads], dim=1)
         attended = attend(self.index, q, k, v).flatten(1)
         if outputs is not None:
             x, attended = x[outputs], attended[outputs]
