@@ -31,6 +31,7 @@ from hybridflow.data.tasks import load_data
 from hybridflow.generation.kv_cache import position_bytes, shortage
 from hybridflow.generation.request import SamplingParams
 from hybridflow.generation.vllm_engine import check_installed, refusal
+from hybridflow.generation.weights import rollout_dtype
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
@@ -271,7 +272,7 @@ class TextParts:
 
     def _check_lengths(self) -> None:
         """A prompt and its longest response must fit the model and the cache, before it loads."""
-        longest, limit, generation = self.prompts.longest, self.decoder.spec.max_positions, self.config.generation
+        longest, limit, generation = self._longest(), self.decoder.spec.max_positions, self.config.generation
         if longest + generation.max_new_tokens > limit:
             raise DataError(
                 f"the longest prompt has {longest} tokens; with generation.max_new_tokens = "
@@ -279,8 +280,7 @@ class TextParts:
                 "set data.max_prompt_tokens and data.on_long_prompt, or lower max_new_tokens"
             )
         if generation.kv_cache_gb is not None:
-            itemsize = 2 if generation.precision == "bfloat16" else self.decoder.dtype.itemsize
-            size = position_bytes(self.decoder.spec, itemsize)
+            size = position_bytes(self.decoder.spec, rollout_dtype(generation.precision, self.decoder.dtype).itemsize)
             problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
             if problem:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")

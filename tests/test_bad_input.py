@@ -326,3 +326,17 @@ def test_out_of_memory_says_what_to_lower(config: Any, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, preexec_fn=limit, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: out of memory: lower train.token_budget")
+
+
+@pytest.mark.usefixtures("no_loading")
+def test_a_held_out_prompt_that_is_too_long_is_told_before_the_model_loads(
+    hybridflow: Program, tmp_path: Path, tiny_model: Path
+) -> None:
+    for name, prompt in (("short", "word"), ("long", "word " * 3000)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    data = {"prompts": str(tmp_path / "short.jsonl"), "eval_prompts": str(tmp_path / "long.jsonl")}
+    reward = {"functions": ["hybridflow.rollout.scorers:words_over"]}
+    keys = with_keys(REVERSE, data=data, reward=reward, actor={"model": str(tiny_model)}, run_dir=str(tmp_path / "run"))
+    (tmp_path / "run.toml").write_text(_toml(keys))
+    line = one_line(hybridflow("train", tmp_path / "run.toml"))
+    assert "the longest prompt has " in line and "positions" in line

@@ -28,7 +28,7 @@ from hybridflow.core.errors import UserError
 from hybridflow.core.seeding import generator, torch_generator
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Request, SamplingParams
-from hybridflow.generation.weights import Precision
+from hybridflow.generation.weights import Precision, rollout_dtype
 from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.policy import TextPolicy
 from hybridflow.models.sources import resolve
@@ -95,7 +95,7 @@ class _Bench:
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrices that the limit is reckoned with: int8's are the learner's."""
-        return torch.bfloat16 if self.engine.precision == "bfloat16" else self.engine.decoder.embed.weight.dtype
+        return rollout_dtype(self.engine.precision, self.engine.decoder.embed.weight.dtype)
 
     def generate(self, workload: Workload) -> None:
         """Random weights never give an end that stops a response: no stop token is set."""

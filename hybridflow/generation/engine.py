@@ -23,7 +23,7 @@ from hybridflow.generation.request import Completion, FloatArray, IntArray, Requ
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Group, Scheduler
 from hybridflow.generation.table import RequestTable
-from hybridflow.generation.weights import Precision, RolloutWeights
+from hybridflow.generation.weights import Precision, RolloutWeights, rollout_dtype
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.spec import DecoderSpec
 
@@ -66,8 +66,7 @@ class Engine:
         self.decoder, self.seed, self.decode = decoder, seed, decode
         self.max_slots, self.prefill_tokens, self.kv_cache_gb = max_slots, prefill_tokens, kv_cache_gb
         self.precision: Precision = precision
-        itemsize = 2 if precision == "bfloat16" else decoder.embed.weight.element_size()
-        self.position_bytes = position_bytes(decoder.spec, itemsize)
+        self.position_bytes = position_bytes(decoder.spec, rollout_dtype(precision, decoder.embed.weight.dtype).itemsize)
         self.version = 0
         """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0

@@ -54,7 +54,6 @@ class PrefixIndex(Generic[Owner]):
 
     def remove(self, owner: Owner) -> None:
         """Without effect if it was never added."""
-        self._fresh.discard(owner)
         for digest in self._digests.pop(owner, ()):
             self._owners[digest].remove(owner)
             if not self._owners[digest]:

@@ -22,7 +22,7 @@ from hybridflow.core.errors import UserError
 from hybridflow.models.decoder import Decoder, Linear, RMSNorm
 from hybridflow.ops.linear import can_pack, linear, pack
 
-__all__ = ["Precision", "RolloutWeights"]
+__all__ = ["Precision", "RolloutWeights", "rollout_dtype"]
 
 Precision = Literal["full", "bfloat16", "int8"]
 """``full``: the learner's dtype. ``bfloat16``: all but the sampling. ``int8``: products of the layers take 8-bit matrices,
@@ -34,6 +34,11 @@ _TYPICAL_ROWS = 64
 _MIN_STEPS = 32  # packing costs what it saves in about 16 decode steps
 
 
+def rollout_dtype(precision: Precision, dtype: torch.dtype) -> torch.dtype:
+    """Of activations, keys and values, when the learner has ``dtype``."""
+    return torch.bfloat16 if precision == "bfloat16" else dtype
+
+
 class RolloutWeights:
     """``decoder`` to run, and ``logits``; ``refresh`` when the parameters have changed."""
 
@@ -43,7 +48,7 @@ class RolloutWeights:
         if precision == "int8" and weight.device.type != "cpu":
             raise UserError(f'Engine: precision "int8" runs on CPUs only, but the model is on {weight.device}')
         self._source, self._int8 = decoder, precision == "int8"
-        self._dtype = torch.bfloat16 if precision == "bfloat16" else weight.dtype
+        self._dtype = rollout_dtype(precision, weight.dtype)
         self._packs = steps >= _MIN_STEPS and can_pack(weight)
         self.refresh()
 
