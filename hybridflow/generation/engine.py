@@ -19,13 +19,12 @@ from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.core.seeding import uniforms
 from hybridflow.generation.attention import Decoding, KVCache, StepAttention
 from hybridflow.generation.kv_cache import position_bytes, shortage
-from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams
+from hybridflow.generation.request import Completion, FloatArray, IntArray, Request, SamplingParams, problem_of
 from hybridflow.generation.sampling import sample
 from hybridflow.generation.scheduler import Admission, Group, Scheduler
 from hybridflow.generation.table import RequestTable
 from hybridflow.generation.weights import Precision, RolloutWeights, rollout_dtype
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.spec import DecoderSpec
 
 __all__ = ["Engine"]
 
@@ -152,27 +151,13 @@ class Engine:
                 f"SamplingParams.stop_strings {params.stop_strings} need text: give the Engine its decode function"
             )
         limit = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-        problem = _problem(self.decoder.spec, request.prompt, limit)
+        spec, of_what = self.decoder.spec, "positions of the model; shorten the prompt or lower max_new_tokens"
+        problem = problem_of(request.prompt, limit, spec.vocab_size, spec.max_positions, of_what)
         if self.kv_cache_gb is not None and not problem:
             problem = shortage(self.position_bytes, self.kv_cache_gb, len(request.prompt), limit)
         if problem:
             raise UserError(f"{name or 'request '}(sample_id {request.sample_id}): {problem}")
         return limit
-
-
-def _problem(spec: DecoderSpec, prompt: IntArray, limit: int) -> str:
-    if len(prompt) == 0:
-        return "the prompt is empty; expected at least one token (a beginning-of-text token, for example)"
-    if limit < 1:
-        return f"max_new_tokens is {limit}; expected at least 1"
-    if len(prompt) + limit > spec.max_positions:
-        return (
-            f"{len(prompt)} prompt tokens and max_new_tokens {limit} exceed the model's {spec.max_positions} positions; "
-            "shorten the prompt or lower max_new_tokens"
-        )
-    if prompt.min() < 0 or prompt.max() >= spec.vocab_size:
-        return f"prompt tokens go from {prompt.min()} to {prompt.max()}; expected 0 to {spec.vocab_size - 1}"
-    return ""
 
 
 class _Flight:
@@ -234,11 +219,10 @@ class _Flight:
 
     def forward(self, decoding: IntArray, admission: Admission) -> Tensor:
         """decoding [A]: requests that decode -> hidden [A + entered, D]: the state before the next token of each."""
-        order = sorted(range(len(admission.prefills)), key=lambda i: admission.prefills[i].start > 0)
-        prefills = [admission.prefills[i] for i in order]
+        prefills = sorted(admission.prefills, key=lambda prefill: prefill.start > 0)
         lengths, offsets = self.table.lengths(decoding), self.table.offsets[decoding]
         where = Decoding(lengths - 1 - offsets, self.table.entries[decoding], offsets)
-        tokens = np.concatenate([self.table.last_tokens(decoding), *(p.tokens[p.start : p.end] for p in prefills)])
+        tokens = np.concatenate([self.table.last_tokens(decoding), *(p.tokens for p in prefills)])
         positions = np.concatenate([lengths - 1, *(np.arange(p.start, p.end) for p in prefills)])
         if not len(tokens):  # every request that enters samples from a prompt that is there
             return torch.cat([self.last_hidden[group] for group in admission.sources])
@@ -250,10 +234,10 @@ class _Flight:
         hidden: Tensor = self.weights.decoder(self.tensor(tokens), self.tensor(positions), attend, wanted)
         self.engine.num_steps += 1
         self.engine.num_prefilled += len(tokens) - len(decoding)
-        if not admission.groups and not admission.sources:
+        if not prefills and not admission.sources:
             return hidden
-        for end, i in enumerate(order, len(decoding)):
-            self.last_hidden[admission.groups[i]] = hidden[end : end + 1]
+        for place, prefill in enumerate(prefills, len(decoding)):
+            self.last_hidden[prefill.group] = hidden[place : place + 1]
         outputs = torch.cat([hidden[: len(decoding)], *(self.last_hidden[group] for group in admission.sources)])
         waiting = {group for group in self.scheduler.prompts if group.members}
         self.last_hidden = {group: state.clone() for group, state in self.last_hidden.items() if group in waiting}

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from hybridflow.core.errors import UserError
 
-__all__ = ["Completion", "FloatArray", "IntArray", "Request", "SamplingParams"]
+__all__ = ["Completion", "FloatArray", "IntArray", "Request", "SamplingParams", "problem_of"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -51,6 +51,20 @@ class Request:
     prompt: IntArray
     sample_id: int
     max_new_tokens: int | None = None
+
+
+def problem_of(prompt: IntArray, limit: int, vocab_size: int, max_length: int, of_what: str) -> str:
+    """Why no engine can respond to ``prompt`` [T] with ``limit`` tokens, "" if it can. ``of_what``: whose limit
+    ``max_length`` tokens are, and what to do."""
+    if len(prompt) == 0:
+        return "the prompt is empty; expected at least one token (a beginning-of-text token, for example)"
+    if limit < 1:
+        return f"max_new_tokens is {limit}; expected at least 1"
+    if len(prompt) + limit > max_length:
+        return f"{len(prompt)} prompt tokens and max_new_tokens {limit} exceed the {max_length} {of_what}"
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        return f"prompt tokens go from {prompt.min()} to {prompt.max()}; expected 0 to {vocab_size - 1}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens ``start`` to ``end`` of a sequence go through the decoder, and their keys and values to ``place``."""
+    """Tokens ``start`` to ``end`` of a group go through the decoder, and their keys and values to ``place``."""
 
-    tokens: IntArray
-    """the whole sequence"""
+    group: Group
     start: int
     end: int
     place: Place
+
+    @property
+    def tokens(self) -> IntArray:
+        """[end - start]"""
+        return self.group.tokens[self.start : self.end]
 
 
 @dataclass
@@ -65,8 +69,6 @@ class Admission:
 
     copies: list[Copy] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    """for each prefill, whose it is"""
     sources: list[Group] = field(default_factory=list)
     """for each request that enters, the group whose last hidden state it samples from"""
 
@@ -238,8 +240,7 @@ class Scheduler:
             self._reuse(match, place, admission)
             group.filled = match.length
         end = min(len(group.tokens), group.filled + limit)
-        admission.prefills.append(Prefill(group.tokens, group.filled, end, place))
-        admission.groups.append(group)
+        admission.prefills.append(Prefill(group, group.filled, end, place))
         start, group.filled = group.filled, end
         if group.ready:
             self._index.add(group if shared else group.members[0], known or digests(group.tokens))

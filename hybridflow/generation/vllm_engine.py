@@ -35,7 +35,7 @@ import torch
 from hybridflow.core.errors import ModelError, NonFiniteError, UserError
 from hybridflow.core.seeding import derive
 from hybridflow.generation.kv_cache import position_bytes
-from hybridflow.generation.request import Completion, Request, SamplingParams
+from hybridflow.generation.request import Completion, Request, SamplingParams, problem_of
 from hybridflow.models.decoder import CausalAttention, Decoder
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import hf_config, hf_state
@@ -275,23 +275,11 @@ class VLLMEngine:
             )
         if problem := refusal(self.decoder.spec, self.decoder.embed.weight.device, params.temperature):
             raise UserError(f"generate: {problem}")
+        vocab_size, of_what = self.decoder.spec.vocab_size, "tokens that vLLM was started for; raise max_length"
         for index, request in enumerate(requests):
-            if problem := self._problem(request, params):
+            limit = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+            if problem := problem_of(request.prompt, limit, vocab_size, self.max_length, of_what):
                 raise UserError(f"request {index} (sample_id {request.sample_id}): {problem}")
-
-    def _problem(self, request: Request, params: SamplingParams) -> str:
-        limit = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
-        prompt, vocab = request.prompt, self.decoder.spec.vocab_size
-        if len(prompt) == 0:
-            return "the prompt is empty; expected at least one token (a beginning-of-text token, for example)"
-        if limit < 1:
-            return f"max_new_tokens is {limit}; expected at least 1"
-        if len(prompt) + limit > self.max_length:
-            given = f"{len(prompt)} prompt tokens and max_new_tokens {limit}"
-            return f"{given} exceed the {self.max_length} tokens that vLLM was started for; raise max_length"
-        if prompt.min() < 0 or prompt.max() >= vocab:
-            return f"prompt tokens go from {prompt.min()} to {prompt.max()}; expected 0 to {vocab - 1}"
-        return ""
 
     def _push(self) -> None:
         """Give vLLM the decoder's weights and compare what both compute."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridflow.generation.attention import Decoding, KVCache, StepAttention
 from hybridflow.generation.kv_cache import Place, Shape, round_up
-from hybridflow.generation.scheduler import Prefill
+from hybridflow.generation.scheduler import Group, Prefill
 from hybridflow.models.spec import DecoderSpec
 
 LAYERS, SIZE = 2, 8
@@ -66,7 +66,7 @@ class Step:
     def prefill(self, start, end, place, sequence=None):
         sequence = sequence or self.sequence(end)
         self.hold(place, sequence, 0, start)
-        self.prefills.append(Prefill(np.zeros(end + 3, np.int64), start, end, place))
+        self.prefills.append(Prefill(Group(np.zeros(end + 3, np.int64), []), start, end, place))
         self.new.append((sequence, start, end))
 
     def run(self):
@@ -166,7 +166,7 @@ def test_chunks_give_what_the_whole_gives(place):
     tokens, nobody = np.zeros(41, np.int64), Decoding(*(np.empty(0, np.int64) for _ in range(3)))
 
     def prefill(cache, start, end):
-        attend = StepAttention(cache, nobody, [Prefill(tokens, start, end, place)])
+        attend = StepAttention(cache, nobody, [Prefill(Group(tokens, []), start, end, place)])
         return attend(1, queries[start:end], sequence.keys[1, start:end], sequence.values[1, start:end])
 
     expected = prefill(whole.cache, 0, 41)

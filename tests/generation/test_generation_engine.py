@@ -279,7 +279,12 @@ def test_no_requests(decoder):
     ("prompt", "limit", "params", "told"),
     [
         ([], None, SamplingParams(1), r"request 1 \(sample_id 7\): the prompt is empty"),
-        ([1] * 190, None, SamplingParams(11), "190 prompt tokens and max_new_tokens 11 exceed the model's 200 positions"),
+        (
+            [1] * 190,
+            None,
+            SamplingParams(11),
+            "190 prompt tokens and max_new_tokens 11 exceed the 200 positions of the model",
+        ),
         ([1] * 190, 11, SamplingParams(5), "190 prompt tokens and max_new_tokens 11 exceed"),
         ([1, 150], None, SamplingParams(1), "prompt tokens go from 1 to 150; expected 0 to 149"),
         ([1], 0, SamplingParams(1), "max_new_tokens is 0"),

@@ -36,7 +36,7 @@ def advance(scheduler, stopped=None):
 
 
 def prefilled(admission):
-    return [(int(p.tokens[0]), p.start, p.end, p.place) for p in admission.prefills]
+    return [(int(p.group.tokens[0]), p.start, p.end, p.place) for p in admission.prefills]
 
 
 def active(scheduler):
@@ -47,7 +47,9 @@ def test_admission_stops_at_the_free_slots_and_at_the_tokens_of_a_step():
     waiting = scheduler([3, 3, 3, 3, 3], prefill_tokens=7)
     first = waiting.admit()
     assert prefilled(first) == [(0, 0, 3, Place(ROWS, 0)), (1, 0, 3, Place(ROWS, 1))]
-    assert first.copies == [] and first.sources == first.groups and active(waiting) == [0, 1]
+    assert (
+        first.copies == [] and first.sources == [prefill.group for prefill in first.prefills] and active(waiting) == [0, 1]
+    )
     assert prefilled(waiting.admit()) == [(2, 0, 3, Place(ROWS, 2)), (3, 0, 3, Place(ROWS, 3))]
     assert prefilled(waiting.admit()) == []
     finished, moves = advance(waiting, [0, 1, 0, 0])
@@ -62,7 +64,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_those_that_run():
     assert prefilled(waiting.admit()) == [(1, 3, 8, Place(PROMPTS, 0))] and active(waiting) == [0]
     last = waiting.admit()
     assert prefilled(last) == [(1, 8, 9, Place(PROMPTS, 0)), (2, 0, 2, Place(ROWS, 2))]
-    assert active(waiting) == [0, 1, 2] and last.sources == last.groups
+    assert active(waiting) == [0, 1, 2] and last.sources == [prefill.group for prefill in last.prefills]
     assert waiting.table.own_lengths(waiting.slots.active).tolist() == [2, 0, 2]
 
 
@@ -313,7 +315,7 @@ class Machine:
         for prefill in prefills:
             state = self.cells[prefill.place][prefill.start - 1] if prefill.start else 0
             for position in range(prefill.start, prefill.end):
-                state = self.state(state, prefill.tokens[position])
+                state = self.state(state, prefill.group.tokens[position])
                 self.write(prefill.place, position, state)
             yield state
 
@@ -342,7 +344,8 @@ class Machine:
         self.reshape()
         self.copy(admission.copies)
         states = list(self.decode(decoding))
-        self.last_hidden.update(zip(admission.groups, self.prefill(admission.prefills), strict=True))
+        groups = [prefill.group for prefill in admission.prefills]
+        self.last_hidden.update(zip(groups, self.prefill(admission.prefills), strict=True))
         states += [self.last_hidden[group] for group in admission.sources]
         kept = {group for group in scheduler.prompts if group.members}
         self.last_hidden = {group: state for group, state in self.last_hidden.items() if group in kept}
