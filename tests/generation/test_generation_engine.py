@@ -283,7 +283,7 @@ def test_no_requests(decoder):
             [1] * 190,
             None,
             SamplingParams(11),
-            "190 prompt tokens and max_new_tokens 11 exceed the 200 positions of the model",
+            "190 prompt tokens and max_new_tokens 11 exceed the 200 positions of ",
         ),
         ([1] * 190, 11, SamplingParams(5), "190 prompt tokens and max_new_tokens 11 exceed"),
         ([1, 150], None, SamplingParams(1), "prompt tokens go from 1 to 150; expected 0 to 149"),
