@@ -27,6 +27,8 @@ class Distill(PolicyGradient):
     reference when there is a KL).
     """
 
+    config: DistillConfig
+
     def __init__(
         self,
         config: DistillConfig,
@@ -36,20 +38,14 @@ class Distill(PolicyGradient):
         teacher: Scorer,
         scorers: Sequence[Scorer],
     ) -> None:
-        self.config, self.objective = config, objective
-        self.actor, self.estimator, self.teacher, self.scorers = actor, estimator, teacher, scorers
+        super().__init__(config, objective, actor, estimator, scorers)
+        self.teacher = teacher
 
     def rollout(self, source: Batch) -> Batch:
         batch = self.actor.rollout(source)
         for scorer in self.scorers:
             batch = scorer.score(batch)
         return self.teacher.score(batch)
-
-    def learn(self, batch: Batch) -> Batch:
-        batch = self.objective.prepare(self.actor, batch)
-        batch = self.estimator.compute(batch, self.advantages())
-        self.actor.update(batch, self.objective.policy_loss())
-        return batch
 
     def advantages(self) -> Fn:
         """A_t = sum over s >= t of γ^(s - t) (log π_teacher - log π)_s."""

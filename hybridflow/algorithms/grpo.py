@@ -9,13 +9,11 @@
 | CISPO (MiniMax-M1 2025, eq. 4)      | loss.kind = "cispo"                                                              |
 """
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient, Where
-from hybridflow.core.batch import Batch
+from hybridflow.algorithms.policy_gradient import PolicyGradient, Where
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain
+from hybridflow.core.roles import Fn, chain
 from hybridflow.ops.advantages import group_centred
 
 __all__ = ["GRPO", "GRPOConfig"]
@@ -29,31 +27,14 @@ class GRPOConfig(Config):
 
 
 class GRPO(PolicyGradient):
-    """Roles: actor, estimator, scorers (reward, and the reference when there is a KL)."""
+    """Every response against the others to its prompt; roles and step are those of ``PolicyGradient``."""
 
+    config: GRPOConfig
     kl_where: ClassVar[Where] = "loss"
-
-    def __init__(
-        self, config: GRPOConfig, objective: Objective, actor: Actor, estimator: Estimator, scorers: Sequence[Scorer]
-    ) -> None:
-        self.config, self.objective = config, objective
-        self.actor, self.estimator, self.scorers = actor, estimator, scorers
 
     @classmethod
     def smallest_group(cls, config: GRPOConfig) -> int:
         return group_centred.min_group
-
-    def rollout(self, source: Batch) -> Batch:
-        batch = self.actor.rollout(source)
-        for scorer in self.scorers:
-            batch = scorer.score(batch)
-        return batch
-
-    def learn(self, batch: Batch) -> Batch:
-        batch = self.objective.prepare(self.actor, batch)
-        batch = self.estimator.compute(batch, self.advantages())
-        self.actor.update(batch, self.objective.policy_loss())
-        return batch
 
     def advantages(self) -> Fn:
         """Scores against the mean of their group (eq. 3 with outcome supervision, 4.1.2)."""

@@ -8,14 +8,15 @@
 A method adds where its advantages come from.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Algorithm, Declared, Fn
+from hybridflow.core.roles import Actor, Algorithm, Declared, Estimator, Fn, Scorer
 from hybridflow.ops.advantages import kl_into_scores, kl_penalty, normalise_scores, overlong_penalty, score_rewards
 from hybridflow.ops.kl import AdaptiveKL, KLKind
 from hybridflow.ops.losses import Correction, cispo, gspo, ppo_clip, reinforce
@@ -229,10 +230,34 @@ class RunningMoments:
 
 
 class PolicyGradient(Algorithm):
-    """A method with an ``Objective``: that is all of its state."""
+    """Sample, score, estimate advantages, update: a method without a critic says only where its ``advantages`` come from.
+
+    Roles: actor, estimator, scorers (reward, and the reference when there is a KL). The ``Objective`` is all of its state.
+    """
 
     kl_where: ClassVar[Where] = "reward"
-    objective: Objective
+
+    def __init__(
+        self, config: Any, objective: Objective, actor: Actor, estimator: Estimator, scorers: Sequence[Scorer]
+    ) -> None:
+        self.config, self.objective = config, objective
+        self.actor, self.estimator, self.scorers = actor, estimator, scorers
+
+    def rollout(self, source: Batch, /) -> Batch:
+        batch = self.actor.rollout(source)
+        for scorer in self.scorers:
+            batch = scorer.score(batch)
+        return batch
+
+    def learn(self, batch: Batch, /) -> Batch:
+        batch = self.objective.prepare(self.actor, batch)
+        batch = self.estimator.compute(batch, self.advantages())
+        self.actor.update(batch, self.objective.policy_loss())
+        return batch
+
+    @abstractmethod
+    def advantages(self) -> Fn:
+        """Scores -> ``advantages``, as declared functions."""
 
     def metrics(self) -> dict[str, float]:
         return self.objective.metrics()

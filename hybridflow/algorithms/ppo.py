@@ -30,6 +30,8 @@ class PPOConfig(Config):
 class PPO(PolicyGradient):
     """Roles: actor, critic, estimator, scorers (reward and reference for language models, none for environments)."""
 
+    config: PPOConfig
+
     def __init__(
         self,
         config: PPOConfig,
@@ -39,8 +41,8 @@ class PPO(PolicyGradient):
         estimator: Estimator,
         scorers: Sequence[Scorer],
     ) -> None:
-        self.config, self.objective = config, objective
-        self.actor, self.critic, self.estimator, self.scorers = actor, critic, estimator, scorers
+        super().__init__(config, objective, actor, estimator, scorers)
+        self.critic = critic
         self.value_loss = value_loss.bind(clip=config.value_clip or None)
 
     def rollout(self, source: Batch) -> Batch:

@@ -1,13 +1,10 @@
 """REINFORCE++ (Hu et al. 2025): REINFORCE with PPO's tricks and without a critic, and its variant with a group baseline."""
 
-from collections.abc import Sequence
-
 from pydantic import Field
 
-from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
-from hybridflow.core.batch import Batch
+from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain
+from hybridflow.core.roles import Fn, chain
 from hybridflow.ops.advantages import discounted_returns, group_baseline, whiten
 
 __all__ = ["ReinforcePP", "ReinforcePPConfig"]
@@ -23,34 +20,13 @@ class ReinforcePPConfig(Config):
 
 
 class ReinforcePP(PolicyGradient):
-    """Roles: actor, estimator, scorers (reward, and the reference when there is a KL)."""
+    """Returns to go, whitened; roles and step are those of ``PolicyGradient``."""
 
-    def __init__(
-        self,
-        config: ReinforcePPConfig,
-        objective: Objective,
-        actor: Actor,
-        estimator: Estimator,
-        scorers: Sequence[Scorer],
-    ) -> None:
-        self.config, self.objective = config, objective
-        self.actor, self.estimator, self.scorers = actor, estimator, scorers
+    config: ReinforcePPConfig
 
     @classmethod
     def smallest_group(cls, config: ReinforcePPConfig) -> int:
         return group_baseline.min_group if config.group_baseline else 1
-
-    def rollout(self, source: Batch) -> Batch:
-        batch = self.actor.rollout(source)
-        for scorer in self.scorers:
-            batch = scorer.score(batch)
-        return batch
-
-    def learn(self, batch: Batch) -> Batch:
-        batch = self.objective.prepare(self.actor, batch)
-        batch = self.estimator.compute(batch, self.advantages())
-        self.actor.update(batch, self.objective.policy_loss())
-        return batch
 
     def advantages(self) -> Fn:
         """A_t = sum over s >= t of r_s, r with the KL of each token, whitened over the batch."""

@@ -28,6 +28,8 @@ class ReMax(PolicyGradient):
     ``greedy_scores`` and ``greedy_failed``). ``greedy``: sampling parameters that take the likeliest token.
     """
 
+    actor: SamplingActor
+
     def __init__(
         self,
         config: ReMaxConfig,
@@ -38,8 +40,8 @@ class ReMax(PolicyGradient):
         baseline: Scorer,
         greedy: Any,
     ) -> None:
-        self.objective, self.greedy = objective, greedy
-        self.actor, self.estimator, self.scorers, self.baseline = actor, estimator, scorers, baseline
+        super().__init__(config, objective, actor, estimator, scorers)
+        self.baseline, self.greedy = baseline, greedy
 
     def rollout(self, source: Batch) -> Batch:
         batch = self.actor.rollout(source)
@@ -50,12 +52,6 @@ class ReMax(PolicyGradient):
             greedy = self.estimator.compute(greedy, penalty)
         batch = batch.join_groups(greedy, "greedy_scores", "greedy_failed")
         return self.estimator.compute(batch, drop_without_baseline.bind())
-
-    def learn(self, batch: Batch) -> Batch:
-        batch = self.objective.prepare(self.actor, batch)
-        batch = self.estimator.compute(batch, self.advantages())
-        self.actor.update(batch, self.objective.policy_loss())
-        return batch
 
     def greedy_penalties(self) -> list[Fn]:
         """Those of the samples' scores, here where the length of the greedy responses is known."""

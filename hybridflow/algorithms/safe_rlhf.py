@@ -50,6 +50,8 @@ class SafeRLHF(PolicyGradient):
     ``demonstrations``: number of an update -> rows to imitate, for ``ptx_coef``.
     """
 
+    config: SafeRLHFConfig
+
     def __init__(
         self,
         config: SafeRLHFConfig,
@@ -62,9 +64,8 @@ class SafeRLHF(PolicyGradient):
         cost: Scorer,
         demonstrations: Callable[[int], Batch],
     ) -> None:
-        self.config, self.objective, self.demonstrations = config, objective, demonstrations
-        self.actor, self.critic, self.cost_critic = actor, critic, cost_critic
-        self.estimator, self.scorers, self.cost = estimator, scorers, cost
+        super().__init__(config, objective, actor, estimator, scorers)
+        self.critic, self.cost_critic, self.cost, self.demonstrations = critic, cost_critic, cost, demonstrations
         self.log_lambda, self.num_updates = math.log(config.lambda_init), 0
         self.value_loss = value_loss.bind(clip=config.value_clip or None)
         self.cost_loss = renamed(self.value_loss, COST)
