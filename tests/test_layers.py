@@ -21,7 +21,7 @@ LAYERS = {
     "rollout": {"core", "data"},
     "telemetry": {"core"},
     "controller": {"core"},
-    "workers": {"core", "ops", "models", "generation", "data", "rollout"},
+    "workers": {"core", "ops", "models", "generation", "data", "rollout", "controller"},
     "algorithms": {"core", "ops", "rollout"},
     "train": {"core", "rollout", "telemetry"},
     "checkpoint": {"core"},
@@ -51,6 +51,12 @@ def layer_files() -> list[tuple[str, Path]]:
 def test_layers_import_only_what_is_below_them(layer: str, path: Path) -> None:
     used = {name.split(".")[1] for name in imports(path) if name.startswith("hybridflow.")}
     assert used <= LAYERS[layer] | {layer}
+
+
+def test_workers_know_the_protocols_and_nothing_else_of_the_controller() -> None:
+    for path in (ROOT / "workers").glob("*.py"):
+        used = {name for name in imports(path) if name.startswith("hybridflow.controller")}
+        assert {".".join(name.split(".")[:3]) for name in used} <= {"hybridflow.controller.protocols"}
 
 
 def test_algorithms_know_no_distribution() -> None:

@@ -7,7 +7,7 @@ it declared to write, one row for each row unless it makes its own, and every ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from hybridflow.core.batch import Batch
@@ -40,6 +40,12 @@ class LocalRuntime:
         """Let the sampler read the learner's networks in place: no copy, nothing to publish."""
         self._workers[sampler].attach(self._workers[learner])
 
+    def publish(self, learner: str, sampler: str) -> None:
+        """Nothing to do: the sampler reads the learner's own networks."""
+
+    def ready(self) -> None:
+        """Roles are built when they are named."""
+
     def call(self, handle: _Handle, name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
         role = handle.role
         reads, writes = role.columns_of(verb, arguments)
@@ -66,7 +72,7 @@ class LocalRuntime:
         """State of every worker that has one, by role."""
         return {name: worker.state_dict() for name, worker in self._workers.items() if _has_state(worker)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, worker in self._workers.items():
             if _has_state(worker):
                 worker.load_state_dict(state[name])

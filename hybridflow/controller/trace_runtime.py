@@ -58,8 +58,20 @@ class TraceRuntime:
         """``shared[sampler]`` is the learner whose networks it reads."""
         self.shared[sampler] = learner
 
+    def publish(self, learner: str, sampler: str, /) -> None:
+        return None
+
+    def ready(self) -> None:
+        return None
+
     def drain(self) -> Drained:
         return Drained(Metrics(), [])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        return None
 
     def stop(self) -> None:
         return None

@@ -9,12 +9,17 @@ __all__ = ["Metrics", "Span"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran: a verb of a role, or another activity; seconds of the process's monotonic clock."""
+    """Something that ran: a verb of a role, or another activity; seconds of the driver's monotonic clock.
+
+    ``worker``: "<pool>/<rank>" of the worker process, empty in the driver. There, a call is preceded by the spans "queue"
+    (waiting for its inputs) and "transfer" (pulling them) of the same name.
+    """
 
     name: str
     kind: str
     start_s: float
     duration_s: float
+    worker: str = ""
 
 
 class Metrics:

@@ -17,12 +17,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from torch import Tensor
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.metrics import Metrics, Span
+from hybridflow.core.placement import Mesh, TransferProtocol
 
 __all__ = [
     "Actor",
@@ -41,6 +42,7 @@ __all__ = [
     "chain",
     "columns",
     "control",
+    "control_protocol",
     "is_control",
     "remote",
     "renamed",
@@ -61,10 +63,12 @@ PerOf = Per | Callable[[Mapping[str, Any]], Per]
 class Verb:
     """What a method declares. ``reads`` and ``writes`` may be functions of the role's arguments.
 
-    ``rows``: "same" (one output row for each input row) or "new" (the verb makes rows of its own, as environments do).
-    ``kind`` sorts the verb's time into the split of a step.
+    ``protocol``: how rows reach the ranks of a worker group, and whose outputs make the result.
+    ``rows``: "same" (one output row for each input row) or "new" (the verb makes rows of its own, as environments do, and
+    writes ``sample_id``, which orders them). ``kind`` sorts the verb's time into the split of a step.
     """
 
+    protocol: TransferProtocol
     reads: NamesOf
     writes: NamesOf
     rows: Literal["same", "new"]
@@ -72,20 +76,41 @@ class Verb:
 
 
 def remote(
-    *, reads: NamesOf = (), writes: NamesOf = (), rows: Literal["same", "new"] = "same", kind: Kind = "forward"
+    protocol: TransferProtocol,
+    *,
+    reads: NamesOf = (),
+    writes: NamesOf = (),
+    rows: Literal["same", "new"] = "same",
+    kind: Kind = "forward",
 ) -> Callable[[Method], Method]:
     """Declare a method as a verb: it moves rows, ``Batch -> Batch``."""
 
     def declare(method: Method) -> Method:
-        method.verb = Verb(reads, writes, rows, kind)  # type: ignore[attr-defined]
+        method.verb = Verb(protocol, reads, writes, rows, kind)  # type: ignore[attr-defined]
         return method
 
     return declare
 
 
-def control(method: Method) -> Method:
-    """Declare a method that moves no rows (save, export, names ...); handles pass its arguments and result as they are."""
-    method.control = True  # type: ignore[attr-defined]
+@overload
+def control(method: Method, /) -> Method: ...
+@overload
+def control(method: TransferProtocol, /) -> Callable[[Method], Method]: ...
+def control(method: Any, /) -> Any:
+    """Declare a method that moves no rows (save, export, names ...): every rank calls it with the same arguments.
+
+    Its result is that of rank 0. With a protocol, ``@control(THREE_D_PP_ONLY)``, it returns a list, and the result is the
+    lists of the protocol's ``collect`` ranks, one behind the other; with ALL_TO_ALL its arguments are lists with one
+    entry for each rank, of which a rank gets its own.
+    """
+    if isinstance(method, TransferProtocol):
+        return lambda function: _declare_control(function, method)
+    return _declare_control(method, None)
+
+
+def _declare_control(method: Any, protocol: TransferProtocol | None) -> Any:
+    method.control = True
+    method.control_protocol = protocol
     return method
 
 
@@ -98,21 +123,49 @@ def is_control(method: Any) -> bool:
     return getattr(method, "control", False)
 
 
+def control_protocol(method: Any) -> TransferProtocol | None:
+    """The protocol that a control method declares, None for the result of rank 0."""
+    protocol: TransferProtocol | None = getattr(method, "control_protocol", None)
+    return protocol
+
+
 @dataclass
 class WorkerContext:
-    """What a worker gets from its runtime. Metrics added here reach the driver under ``<role>/<name>``."""
+    """What a worker gets from its runtime. Metrics added here reach the driver under ``<role>/<name>``.
+
+    ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the data-parallel
+    blocks, in place; None where there is one.
+    """
 
     metrics: Metrics = field(default_factory=Metrics)
+    mesh: Mesh = Mesh()
+    rank: int = 0
+    reduce: Callable[[Tensor], None] | None = None
+
+    @property
+    def block(self) -> int:
+        """Which data-parallel block the worker belongs to."""
+        return self.mesh.coordinates(self.rank)[0]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor``, summed in place over the data-parallel blocks."""
+        if self.reduce is not None:
+            self.reduce(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
 class Role(Generic[W]):
-    """What to build: ``worker(context, **args)``, called ``name``. ``rename`` maps written columns to other names."""
+    """What to build: ``worker(context, **args)``, called ``name``. ``rename`` maps written columns to other names.
+
+    ``max_workers``: the most processes of a pool that it can use, None for any number.
+    """
 
     name: str
     worker: Callable[..., W]
     args: Mapping[str, Any] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
+    max_workers: int | None = None
 
     def columns_of(self, verb: Verb, arguments: Sequence[Any]) -> tuple[Names, Names]:
         """(reads, writes) of a call: the verb's own plus those of declared functions among its arguments."""
@@ -303,11 +356,19 @@ class Drained(NamedTuple):
 
 
 class Runtime(Protocol):
-    """Connects handles to workers. ``share``: let the sampler read the learner's networks, both named by role."""
+    """Connects handles to workers.
+
+    ``share``: let the sampler use the learner's networks, both named by role: in place where it can, otherwise as a copy that
+    ``publish`` renews. ``ready`` waits until every role is built.
+    """
 
     def role(self, role: Role[W], /) -> W: ...
     def share(self, learner: str, sampler: str, /) -> None: ...
+    def publish(self, learner: str, sampler: str, /) -> None: ...
+    def ready(self) -> None: ...
     def drain(self) -> Drained: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
     def stop(self) -> None: ...
 
 

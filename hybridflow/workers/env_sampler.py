@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
@@ -80,6 +81,7 @@ class EnvSampler:
         self.source = source
 
     @remote(
+        THREE_D_ALL_MICRO_DP,
         reads=("slot", "num_steps"),
         writes=(
             "sample_id",

@@ -1,5 +1,6 @@
 """The estimator: runs declared estimators (advantages, rewards with KL, baselines) over whole batches."""
 
+from hybridflow.controller.protocols import ONE_TO_ALL
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Fn, WorkerContext, remote
 from hybridflow.ops.advantages import group_counts
@@ -13,7 +14,7 @@ class EstimatorWorker:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
-    @remote(kind="compute")
+    @remote(ONE_TO_ALL, kind="compute")
     def compute(self, batch: Batch, fn: Fn, /) -> Batch:
         """The columns that ``fn`` writes. If it compares the rows of groups, metrics tell in how many it can't."""
         if fn.min_group > 1:

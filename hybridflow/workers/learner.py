@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybridflow.controller.protocols import THREE_D, VIEW
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.fields import FIELDS
@@ -80,7 +81,7 @@ class Learner:
         self.model: Any = self.networks[networks.main]
         self.optimizer = Optimizer(self.model, optimizer, total_steps)
 
-    @remote(reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
+    @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
         """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
         units = _Units(batch, "group" if loss.per == "group" else self.model.unit)
@@ -146,7 +147,7 @@ class Learner:
             samples = ", ".join(map(str, batch["sample_id"][:8]))
             raise NonFiniteError(f"{what} is {value} in update {self.version}, samples {samples}; the step was not applied")
 
-    @remote(reads=_value_inputs, writes=("values", "bootstrap_values"))
+    @remote(THREE_D, reads=_value_inputs, writes=("values", "bootstrap_values"))
     def compute_values(self, batch: Batch, /) -> Batch:
         """Value before every action step, and after the last one."""
         values = forward(self.model, batch, ("values",), self.plan.token_budget)["values"]
@@ -154,13 +155,13 @@ class Learner:
             bootstrap = self.model.bootstrap(batch).float().cpu().numpy()
         return Batch({"values": values, "bootstrap_values": bootstrap})
 
-    @remote(reads=_inputs, writes=("learner_log_probs",))
+    @remote(THREE_D, reads=_inputs, writes=("learner_log_probs",))
     def compute_log_probs(self, batch: Batch, /) -> Batch:
         """Log-probability of every action step under the current policy, whoever chose it."""
         log_probs = forward(self.model, batch, ("log_probs",), self.plan.token_budget)["log_probs"]
         return Batch({"learner_log_probs": log_probs})
 
-    @remote(reads=_inputs, writes=("scores",))
+    @remote(THREE_D, reads=_inputs, writes=("scores",))
     def compute_scores(self, batch: Batch, /) -> Batch:
         """What the reward model that is trained gives to every row."""
         return Batch({"scores": score_rows(self.model, batch, self.plan.token_budget)})

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
@@ -36,6 +37,7 @@ class RewardScorer:
         self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries)
 
     @remote(
+        ONE_TO_ALL,
         reads=lambda args: ("prompt_text", "response", "fields", "group_id", "response_mask", *_after_others(args)),
         writes=("scores", "score_failed", "response_mask"),
         kind="reward",
@@ -92,6 +94,7 @@ class RewardModelScorer:
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
 
     @remote(
+        THREE_D,
         reads=lambda args: (*args["networks"].inputs, *_after_others(args)),
         writes=("scores", "score_failed"),
         kind="reward",
@@ -122,6 +125,7 @@ class ModelScorer:
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
 
     @remote(
+        THREE_D,
         reads=lambda args: (
             *(("log_probs",) if args.get("sampled", True) else ()),
             "response_mask",

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from torch import nn
 
+from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Batch, Ragged, objects
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.data.text import Tokenizer
@@ -83,6 +84,7 @@ class TextSampler:
             self.vllm.close()
 
     @remote(
+        THREE_D_ALL_MICRO_DP,
         reads=("prompt", "sample_id"),
         writes=("tokens", "response_mask", "log_probs", "policy_version", "terminated", "truncated", "response"),
         kind="generate",

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from hybridflow.controller.local_runtime import LocalRuntime
+from hybridflow.controller.protocols import ONE_TO_ALL
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Role, WorkerContext, control, remote
@@ -12,7 +13,7 @@ class Doubler:
         self.context, self.fault, self.seen = context, fault, ()
         self.total = 0.0
 
-    @remote(reads=("scores",), writes=("greedy_scores",), kind="reward")
+    @remote(ONE_TO_ALL, reads=("scores",), writes=("greedy_scores",), kind="reward")
     def double(self, batch: Batch, /) -> Batch:
         self.seen = tuple(batch.columns)
         self.context.metrics.add("mean", float(batch["scores"].sum()), len(batch))
@@ -25,7 +26,7 @@ class Doubler:
             return Batch({"greedy_scores": doubled, "scores": doubled})
         return Batch({"greedy_scores": doubled})
 
-    @remote(writes=("sample_id",), rows="new")
+    @remote(ONE_TO_ALL, writes=("sample_id",), rows="new")
     def collect(self, batch: Batch, /) -> Batch:
         return Batch({"sample_id": np.arange(5)})
 

@@ -2,6 +2,7 @@ import pickle
 
 import numpy as np
 
+from hybridflow.controller.protocols import THREE_D
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import Role, chain, columns, remote, verb_of
 
@@ -22,7 +23,7 @@ def loss(outputs: dict, columns: dict, coef: float = 0.0, per: str = "step") -> 
 
 
 class Worker:
-    @remote(reads=lambda args: args["inputs"], writes=("values",))
+    @remote(THREE_D, reads=lambda args: args["inputs"], writes=("values",))
     def compute(self, batch: Batch, fn: object = None, /) -> Batch:
         return batch
 

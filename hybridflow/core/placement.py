@@ -1,0 +1,131 @@
+"""Where roles run, as plain data: meshes of ranks, pools of worker processes, and which role uses which pool.
+
+A *mesh* lays the ranks of one role out over data (dp), pipeline (pp) and tensor (tp) parallelism. A *pool* is a set of
+worker processes on one or several nodes; roles that share a pool share its processes and take turns, roles on different
+pools run side by side. A *transfer protocol* says how the rows of a batch reach the ranks of a mesh, and which ranks' outputs
+make the result (HybridFlow, section 4.1 and table 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.core.errors import ContractError
+
+__all__ = ["Mesh", "Placement", "ResourcePool", "Rows", "TransferProtocol"]
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``dp x pp x tp`` ranks; rank = (d pp + p) tp + t, so tensor-parallel ranks are neighbours.
+
+    ``generation_tp`` and ``generation_pp``, which divide tp and pp, are how the same ranks generate: every data-parallel
+    block of pp tp ranks becomes pp tp / (generation_pp generation_tp) replicas of the model. Generation groups are strided,
+    so that the training shard of a rank is part of its generation shard: t = t_g tp / generation_tp + a and
+    p = p_g pp / generation_pp + b, where (a, b) says which replica of the block it belongs to (section 5.3).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    generation_tp: int | None = None
+    generation_pp: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.tp, self.pp, *self.generation) < 1:
+            raise ContractError(f"{self}: every axis has at least one rank")
+        for size, generation, name in zip((self.tp, self.pp), self.generation, ("tp", "pp"), strict=True):
+            if size % generation:
+                raise ContractError(f"{self}: generation_{name} = {generation} doesn't divide {name} = {size}")
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """(tp, pp) while generating; those of training when left out."""
+        return self.generation_tp or self.tp, self.generation_pp or self.pp
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(d, p, t) of a rank."""
+        return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The rank of each data-parallel block that has its outputs: the last pipeline stage, tensor rank 0."""
+        return tuple(rank for rank in range(self.size) if self.coordinates(rank)[1:] == (self.pp - 1, 0))
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model while generating (the paper's micro data-parallel size times dp)."""
+        generation_tp, generation_pp = self.generation
+        return self.size // (generation_tp * generation_pp)
+
+    def replica(self, rank: int) -> tuple[int, int, int]:
+        """(replica, p_g, t_g): which copy of the model a rank belongs to while generating, and its place in that copy."""
+        (d, p, t), (generation_tp, generation_pp) = self.coordinates(rank), self.generation
+        stride_t, stride_p = self.tp // generation_tp, self.pp // generation_pp
+        return (d * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
+
+    def __str__(self) -> str:
+        axes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        shown = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        return " x ".join(shown) or "1"
+
+
+@dataclass(frozen=True)
+class TransferProtocol:
+    """``distribute(weights [B], mesh)``: the rows of each rank. ``collect(mesh)``: the ranks whose outputs make the result.
+
+    ``weights`` are the rows' tokens. Both are pure, so every rank works out the same answer by itself. ``view``: a rank sees
+    the whole batch and pulls what it reads of it by itself, instead of being handed its rows.
+    """
+
+    name: str
+    distribute: Callable[[NDArray[np.int64], Mesh], Sequence[Rows]]
+    collect: Callable[[Mesh], Sequence[int]]
+    view: bool = False
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """Worker processes: ``nodes[i]`` of them on one machine, for each machine. Each has one slot, a CPU share or a GPU."""
+
+    name: str
+    nodes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.nodes or min(self.nodes) < 1:
+            raise ContractError(
+                f"pool {self.name!r} has {list(self.nodes)} workers on its nodes; expected at least one on each"
+            )
+
+    @property
+    def size(self) -> int:
+        return sum(self.nodes)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named."""
+
+    pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    default: str = "main"
+
+    def pool_of(self, role: str) -> ResourcePool:
+        name = self.roles.get(role, self.default)
+        return next(pool for pool in self.pools if pool.name == name)
+
+    def mesh_of(self, role: str, max_workers: int | None) -> Mesh:
+        """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
+        size = self.pool_of(role).size
+        return Mesh(dp=size if max_workers is None else min(size, max_workers))
