@@ -39,7 +39,7 @@ Weights = NDArray[np.int64]
 
 
 def deal(weights: Weights, num_parts: int) -> list[Rows]:
-    """Rows to parts of about equal weight, each part in ascending order: the heaviest first, there and back over the parts."""
+    """Rows to parts of about equal weight, each part in ascending order: heaviest first, there and back."""
     order = np.argsort(-weights, kind="stable")
     turn = np.arange(len(weights)) % (2 * num_parts)
     part = np.where(turn < num_parts, turn, 2 * num_parts - 1 - turn)

@@ -2,8 +2,8 @@
 
 A *mesh* lays the ranks of one role out over data (dp), pipeline (pp) and tensor (tp) parallelism. A *pool* is a set of
 worker processes on one or several nodes; roles that share a pool share its processes and take turns, roles on different
-pools run side by side. A *transfer protocol* says how the rows of a batch reach the ranks of a mesh, and which ranks' outputs
-make the result (HybridFlow, section 4.1 and table 3).
+pools run side by side. A *transfer protocol* says how the rows of a batch reach the ranks of a mesh, and which ranks'
+outputs make the result (HybridFlow, section 4.1 and table 3).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Mesh:
 class TransferProtocol:
     """``distribute(weights [B], mesh)``: the rows of each rank. ``collect(mesh)``: the ranks whose outputs make the result.
 
-    ``weights`` are the rows' tokens. Both are pure, so every rank works out the same answer by itself. ``view``: a rank sees
-    the whole batch and pulls what it reads of it by itself, instead of being handed its rows.
+    ``weights`` are the rows' tokens. Both are pure, so every rank works out the same answer by itself. ``view``: a rank
+    sees the whole batch and pulls what it reads of it by itself, instead of being handed its rows.
     """
 
     name: str

@@ -133,12 +133,12 @@ def control_protocol(method: Any) -> TransferProtocol | None:
 class WorkerContext:
     """What a worker gets from its runtime. Metrics added here reach the driver under ``<role>/<name>``.
 
-    ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the data-parallel
-    blocks, in place; None where there is one.
+    ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the
+    data-parallel blocks, in place; None where there is one.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     rank: int = 0
     reduce: Callable[[Tensor], None] | None = None
 
@@ -358,8 +358,8 @@ class Drained(NamedTuple):
 class Runtime(Protocol):
     """Connects handles to workers.
 
-    ``share``: let the sampler use the learner's networks, both named by role: in place where it can, otherwise as a copy that
-    ``publish`` renews. ``ready`` waits until every role is built.
+    ``share``: let the sampler use the learner's networks, both named by role: in place where it can, otherwise as a copy
+    that ``publish`` renews. ``ready`` waits until every role is built.
     """
 
     def role(self, role: Role[W], /) -> W: ...
