@@ -15,7 +15,7 @@ The last two move no rows: they are for control methods (see ``core.roles.contro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,10 +49,11 @@ def deal(weights: Weights, num_parts: int) -> list[Rows]:
 
 def blocks(weights: Weights, num_parts: int) -> list[Rows]:
     """Rows to parts of about equal weight, neighbours together: responses to one prompt share its prefill."""
+    if not weights.any():
+        weights = np.ones_like(weights)  # then by their number
     ends = np.cumsum(weights)
-    total = int(ends[-1]) if len(ends) else 0
     middles = ends - weights / 2
-    part = np.minimum((middles * num_parts / max(total, 1)).astype(np.int64), num_parts - 1)
+    part = np.minimum((middles * num_parts / weights.sum()).astype(np.int64), num_parts - 1)
     return [np.flatnonzero(part == index) for index in range(num_parts)]
 
 
@@ -87,8 +88,11 @@ def _ranks(mesh: Mesh) -> Sequence[int]:
     return range(mesh.size)
 
 
-def _no_rows(weights: Weights, mesh: Mesh) -> list[Rows]:
-    raise ContractError("this protocol moves no rows: give it to control, not to remote")
+def _moving_no_rows(name: str, collect: Callable[[Mesh], Sequence[int]]) -> TransferProtocol:
+    def distribute(weights: Weights, mesh: Mesh) -> list[Rows]:
+        raise ContractError(f"{name} moves no rows: declare the method with control({name}), not with remote")
+
+    return TransferProtocol(name, distribute, collect)
 
 
 ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", _all, lambda mesh: (0,))
@@ -96,5 +100,5 @@ DP = TransferProtocol("DP", _by_rank, _ranks)
 THREE_D = TransferProtocol("THREE_D", _by_block, lambda mesh: mesh.leaders)
 THREE_D_ALL_MICRO_DP = TransferProtocol("THREE_D_ALL_MICRO_DP", _by_replica, _replica_leaders)
 VIEW = TransferProtocol("VIEW", _all, lambda mesh: mesh.leaders[:1], view=True)
-THREE_D_PP_ONLY = TransferProtocol("THREE_D_PP_ONLY", _no_rows, _stages)
-ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", _no_rows, _ranks)
+THREE_D_PP_ONLY = _moving_no_rows("THREE_D_PP_ONLY", _stages)
+ALL_TO_ALL = _moving_no_rows("ALL_TO_ALL", _ranks)

@@ -9,7 +9,7 @@ outputs make the result (HybridFlow, section 4.1 and table 3).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -39,16 +39,19 @@ class Mesh:
     generation_pp: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.pp, *self.generation) < 1:
-            raise ContractError(f"{self}: every axis has at least one rank")
+        for axis in fields(self):
+            size = getattr(self, axis.name)
+            if size is not None and size < 1:
+                raise ContractError(f"mesh: {axis.name} = {size}; expected at least one rank on every axis")
         for size, generation, name in zip((self.tp, self.pp), self.generation, ("tp", "pp"), strict=True):
             if size % generation:
-                raise ContractError(f"{self}: generation_{name} = {generation} doesn't divide {name} = {size}")
+                raise ContractError(f"mesh {self}: generation_{name} = {generation} doesn't divide {name} = {size}")
 
     @property
     def generation(self) -> tuple[int, int]:
         """(tp, pp) while generating; those of training when left out."""
-        return self.generation_tp or self.tp, self.generation_pp or self.pp
+        tp, pp = self.generation_tp, self.generation_pp
+        return self.tp if tp is None else tp, self.pp if pp is None else pp
 
     @property
     def size(self) -> int:
