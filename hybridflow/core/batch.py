@@ -6,103 +6,27 @@
     batch.rows([1, 0]).repeat(2)     # four rows: 1, 1, 0, 0
 
 Columns are numpy: dense ``[B, ...]`` for row fields, ``Ragged`` for fields on a time or prompt axis, object arrays for the
-rest (see ``core.fields``); ``Traced`` stands for any of them where a program is traced instead of run. A batch never
-changes; every operation returns a new one and copies no more than it must.
+rest (see ``core.fields``). ``Lazy`` stands for any of them that other processes hold: reading it waits for the values,
+``load`` reads them all. ``Traced`` stands for one where a program is traced instead of run. A batch never changes; every
+operation returns a new one and copies no more than it must.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hybridflow.core.columns import Array, Column, Lazy, Places, Ragged, join, objects
 from hybridflow.core.errors import ContractError
 from hybridflow.core.fields import FIELDS, Field
 from hybridflow.core.traced import Part, Traced
 
 __all__ = ["Array", "Batch", "Column", "Ragged", "objects"]
-
-Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Rows of different lengths, packed: ``values`` [sum(lengths), ...] and ``lengths`` [B] (int64)."""
-
-    values: Array
-    lengths: NDArray[np.int64]
-
-    def __post_init__(self) -> None:
-        if len(self.values) != int(self.lengths.sum()):
-            raise ContractError(f"ragged column: {len(self.values)} values, but lengths sum to {int(self.lengths.sum())}")
-
-    @staticmethod
-    def from_rows(rows: Iterable[ArrayLike], dtype: Any = None) -> Ragged:
-        """Pack a sequence of arrays; without rows, ``dtype`` is the type of the empty values (float64 if None)."""
-        arrays = [np.asarray(row, dtype) for row in rows]
-        values = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-        return Ragged(values, np.array([len(array) for array in arrays], np.int64))
-
-    @staticmethod
-    def from_padded(padded: Array, lengths: ArrayLike) -> Ragged:
-        """Pack ``padded`` [B, T, ...], of which the first ``lengths[i]`` entries of row i count."""
-        lengths = np.asarray(lengths, np.int64)
-        return Ragged(padded[np.arange(padded.shape[1]) < lengths[:, None]], lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, row: int) -> Array:
-        start = int(self.lengths[:row].sum())
-        return self.values[start : start + int(self.lengths[row])]
-
-    def __iter__(self) -> Iterator[Array]:
-        return iter(np.split(self.values, self.offsets[1:-1])) if len(self) else iter(())
-
-    @property
-    def offsets(self) -> NDArray[np.int64]:
-        """[B + 1]: row i is ``values[offsets[i]:offsets[i + 1]]``."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
-
-    @property
-    def row_index(self) -> NDArray[np.int64]:
-        """[sum(lengths)]: the row of every value."""
-        return np.repeat(np.arange(len(self)), self.lengths)
-
-    def rows(self, index: ArrayLike) -> Ragged:
-        """The rows at ``index`` [K], in that order, repeats allowed."""
-        index = np.asarray(index, np.int64)
-        lengths = self.lengths[index]
-        starts = self.offsets[:-1][index]
-        ends = np.cumsum(lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        return Ragged(self.values[np.repeat(starts - (ends - lengths), lengths) + np.arange(total)], lengths)
-
-    def padded(self, fill: Any = 0) -> Array:
-        """[B, T, ...] with ``fill`` behind each row's end; T is the longest row."""
-        width = int(self.lengths.max(initial=0))
-        out = np.full((len(self), width, *self.values.shape[1:]), fill, self.values.dtype)
-        out[np.arange(width) < self.lengths[:, None]] = self.values
-        return out
-
-    def like(self, values: Array) -> Ragged:
-        """Other ``values`` on the same axis."""
-        return Ragged(values, self.lengths)
-
-
-Column = Array | Ragged | Traced
-
-
-def objects(values: Iterable[Any]) -> Array:
-    """An object column: one Python object a row."""
-    items = list(values)
-    column = np.empty(len(items), object)
-    column[:] = items
-    return column
 
 
 class Batch:
@@ -113,7 +37,8 @@ class Batch:
         if num_rows is None:
             if not self.columns:
                 raise ContractError("a batch without columns needs num_rows")
-            num_rows = len(next(iter(self.columns.values())))
+            known = (_known_rows(column) for column in self.columns.values())
+            num_rows = next((rows for rows in known if rows is not None), None)
         self._num_rows = num_rows
         self._check()
 
@@ -127,6 +52,9 @@ class Batch:
                 time_axis = time_axis or (name, column)
 
     def __len__(self) -> int:
+        """Rows; waits for the call that makes them, if it makes rows of its own."""
+        if self._num_rows is None:
+            self._num_rows = len(next(iter(self.columns.values())))
         return self._num_rows
 
     def __contains__(self, name: str) -> bool:
@@ -136,10 +64,9 @@ class Batch:
         return f"Batch({len(self)} rows: {', '.join(sorted(self.columns))})"
 
     def __getitem__(self, name: str) -> Any:
-        """The column: an array for row and object fields, a Ragged for time and prompt fields."""
-        if name not in self.columns:
-            raise ContractError(f"no column {name!r}; the batch has {', '.join(sorted(self.columns))}")
-        return self.columns[name]
+        """The column: an array for row and object fields, a Ragged for time and prompt fields. A lazy one is loaded."""
+        column = self._column(name)
+        return column.load() if isinstance(column, Lazy) else column
 
     def ragged(self, name: str) -> Ragged:
         """A column on a time or prompt axis, typed."""
@@ -154,7 +81,7 @@ class Batch:
     def lengths(self) -> NDArray[np.int64]:
         """[B]: steps of each row; ones when the batch has no time axis."""
         for name, column in self.columns.items():
-            if isinstance(column, Ragged) and FIELDS[name].axis == "time":
+            if isinstance(column, (Ragged, Lazy)) and FIELDS[name].axis == "time":
                 return column.lengths
             if isinstance(column, Traced) and FIELDS[name].axis == "time":
                 column.refuse()
@@ -162,11 +89,23 @@ class Batch:
 
     def select(self, names: Iterable[str]) -> Batch:
         """Only these columns."""
-        return Batch({name: self[name] for name in names}, len(self))
+        chosen = {name: self._column(name) for name in names}
+        return Batch(chosen, self._num_rows if chosen else len(self))
+
+    def _column(self, name: str) -> Column:
+        if name not in self.columns:
+            raise ContractError(f"no column {name!r}; the batch has {', '.join(sorted(self.columns))}")
+        return self.columns[name]
 
     def with_columns(self, **columns: Column) -> Batch:
         """These columns added or replaced."""
-        return Batch({**self.columns, **columns}, len(self))
+        return Batch({**self.columns, **columns}, self._num_rows)
+
+    def load(self) -> Batch:
+        """The same batch with the values of every lazy column: waits for them, and pulls them."""
+        if not any(isinstance(column, Lazy) for column in self.columns.values()):
+            return self
+        return Batch({name: self[name] for name in self.columns}, len(self))
 
     def fill(self, **values: float) -> Batch:
         """Columns of one value added: ``batch.fill(demonstrated=False, advantages=0.0)``. Time columns need a time axis."""
@@ -180,17 +119,26 @@ class Batch:
         if isinstance(time_axis, Traced):
             parts = tuple(replace(part, writer=None) for part in time_axis.parts)
             return Traced(name, np.dtype(field.dtype), parts)
-        if field.axis != "time" or not isinstance(time_axis, Ragged):
+        if field.axis != "time" or not isinstance(time_axis, (Ragged, Lazy)):
             raise ContractError(
                 f"fill: column {name!r} is on the {field.axis} axis; expected row, or time with its lengths"
             )
-        return time_axis.like(np.full(len(time_axis.values), value, field.dtype))
+        lengths = time_axis.lengths
+        return Ragged(np.full(int(lengths.sum()), value, field.dtype), lengths)
 
     def rows(self, index: ArrayLike) -> Batch:
         """The rows at ``index`` (integers [K], or booleans [B]), in that order, repeats allowed."""
         index = np.asarray(index)
         index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
-        taken = {name: c.rows(index) if isinstance(c, (Ragged, Traced)) else c[index] for name, c in self.columns.items()}
+        taken: dict[str, Column] = {}
+        cut: dict[int, Places] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Lazy):
+                if id(column.places) not in cut:
+                    cut[id(column.places)] = column.located().take(index)
+                taken[name] = Lazy(column.parts, cut[id(column.places)])
+            else:
+                taken[name] = column.rows(index) if isinstance(column, (Ragged, Traced)) else column[index]
         return Batch(taken, len(index))
 
     def repeat(self, count: int) -> Batch:
@@ -217,6 +165,8 @@ class Batch:
 
     def steps(self) -> Batch:
         """One row for each action step (where ``response_mask`` is True): time columns of length 1, row fields repeated."""
+        if (loaded := self.load()) is not self:
+            return loaded.steps()
         mask = self.ragged("response_mask")
         owner, ones = mask.row_index[mask.values], np.ones(int(mask.values.sum()), np.int64)
         taken: dict[str, Column] = {}
@@ -224,7 +174,7 @@ class Batch:
             if FIELDS[name].axis == "time" and isinstance(column, Ragged):
                 taken[name] = Ragged(column.values[mask.values], ones)
             else:
-                taken[name] = column.rows(owner) if isinstance(column, (Ragged, Traced)) else column[owner]
+                taken[name] = column.rows(owner) if isinstance(column, (Ragged, Traced)) else column[owner]  # type: ignore[index]
         return Batch(taken, len(owner))
 
     def traced(self, writer: int) -> Batch:
@@ -234,7 +184,7 @@ class Batch:
     def freeze(self) -> Batch:
         """Make every array read-only, so that no worker can change what another one reads. Returns self."""
         for column in self.columns.values():
-            if isinstance(column, Traced):
+            if isinstance(column, (Traced, Lazy)):
                 continue
             for array in (column.values, column.lengths) if isinstance(column, Ragged) else (column,):
                 array.flags.writeable = False
@@ -248,22 +198,28 @@ class Batch:
             if other.columns.keys() != first.columns.keys():
                 differing = ", ".join(sorted(other.columns.keys() ^ first.columns.keys()))
                 raise ContractError(f"concat: the batches differ in columns {differing}")
-        columns = {name: _concat(name, [batch[name] for batch in batches]) for name in first.columns}
+        columns = {name: _concat(name, [batch.columns[name] for batch in batches]) for name in first.columns}
         return Batch(columns, sum(len(batch) for batch in batches))
 
 
 def _concat(name: str, columns: Sequence[Column]) -> Column:
     if any(isinstance(column, Traced) for column in columns):
         return Traced.concat([_traced(name, column, None) for column in columns])
-    if isinstance(columns[0], Ragged):
-        parts = [column for column in columns if isinstance(column, Ragged)]
-        return Ragged(np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts]))
-    return np.concatenate(columns)  # type: ignore[arg-type]
+    known = [column for column in columns if not isinstance(column, Traced)]
+    if any(isinstance(column, Lazy) for column in known):
+        return Lazy.concat(known)
+    return join([column for column in known if not isinstance(column, Lazy)])
+
+
+def _known_rows(column: Column) -> int | None:
+    return column.known_rows if isinstance(column, Lazy) else len(column)
 
 
 def _traced(name: str, column: Column, writer: int | None) -> Traced:
     if isinstance(column, Traced):
         return column
+    if isinstance(column, Lazy):
+        column = column.load()
     values = column.values if isinstance(column, Ragged) else column
     part = Part(writer, len(column), len(values) / max(len(column), 1))
     num_groups = len(np.unique(values)) if name == "group_id" else None
@@ -273,6 +229,8 @@ def _traced(name: str, column: Column, writer: int | None) -> Traced:
 def _same_lengths(one: Column, other: Column) -> bool:
     if isinstance(one, Ragged) and isinstance(other, Ragged):
         return np.array_equal(one.lengths, other.lengths)
+    if isinstance(one, Lazy) or isinstance(other, Lazy):
+        return True  # not known without waiting; the workers that make and read them check
     return isinstance(one, Traced) and isinstance(other, Traced) and math.isclose(one.entries, other.entries)
 
 
@@ -282,12 +240,14 @@ def _field(name: str) -> Field:
     return FIELDS[name]
 
 
-def _check_column(name: str, column: Column, num_rows: int) -> None:
+def _check_column(name: str, column: Column, num_rows: int | None) -> None:
     field = _field(name)
+    if (known := _known_rows(column)) is not None and known != num_rows:
+        raise ContractError(f"column {name!r} has {known} rows, expected {num_rows}")
+    if isinstance(column, Lazy):
+        return
     if not isinstance(column, Traced) and isinstance(column, Ragged) != (field.axis in ("time", "prompt")):
         raise ContractError(f"column {name!r} is on the {field.axis} axis, but got {type(column).__name__}")
-    if len(column) != num_rows:
-        raise ContractError(f"column {name!r} has {len(column)} rows, expected {num_rows}")
     dtype = column.values.dtype if isinstance(column, Ragged) else column.dtype.base
     expected = np.dtype(object) if field.axis == "object" else np.dtype(field.dtype) if field.dtype else dtype
     if dtype != expected:
