@@ -23,8 +23,10 @@ from hybridflow.algorithms.reward_model import RewardModelConfig
 from hybridflow.algorithms.rloo import RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHFConfig
 from hybridflow.algorithms.sft import SFTConfig
+from hybridflow.config_runtime import PlacementConfig, RuntimeConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.placement import Placement, ResourcePool
 from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.generation.weights import Precision
@@ -209,6 +211,8 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @property
     def torch_device(self) -> torch.device:
@@ -229,16 +233,37 @@ class RunConfig(Config):
             "train",
             "evaluation",
             "checkpoint",
+            "runtime",
             self.algorithm,
             *({"critic", "cost", "teacher"} & roles.keys()),
         }
         read |= {"loss"} if "objective" in roles else set()
+        read |= {"placement"} if self.runtime.kind == "ray" else set()
         if self.environment is not None:
             return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
         if method.records == "pairs":
             return read | {"data"} | ({"reference"} if self.needs_reference else set())
         read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
         return read | ({"reference"} if self.needs_reference else set())
+
+    def roles(self) -> dict[str, bool]:
+        """The roles of the run; False for those that it may turn out not to have, by its data or without an evaluation."""
+        method = ALGORITHMS[self.algorithm]
+        parts, read = inspect.signature(method.algorithm).parameters, self.sections()
+        there = {"actor", "critic", "cost_critic", "estimator", "baseline", "cost", "teacher"} & parts.keys()
+        there |= ({"reference"} & read) | ({"sampler"} if method.records != "pairs" else set())
+        roles = dict.fromkeys(sorted(there), True)
+        if "reward" in read:
+            scores = bool(self.reward.functions or self.reward.model or (self.data is not None and self.data.task))
+            roles |= {"reward": "scorers" in parts and (scores or "teacher" not in parts), "examiner": False}
+        return roles
+
+    @property
+    def placed(self) -> Placement:
+        """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
+        if self.runtime.kind == "ray":
+            return self.placement.placement(self.roles())
+        return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
 
     @property
     def needs_reference(self) -> bool:
@@ -288,6 +313,7 @@ def validate(data: Mapping[str, Any], source: str) -> RunConfig:
 
 def _conflicts(config: RunConfig) -> Iterator[str]:
     yield from _section_conflicts(config)
+    yield from _placement_conflicts(config)
     method = ALGORITHMS[config.algorithm]
     if config.data is not None and config.environment is None:
         yield from _text_conflicts(config)
@@ -318,8 +344,15 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
     elif given[0] not in inputs:
         yield f"algorithm = {config.algorithm!r} runs on {' or '.join(f'[{name}]' for name in inputs)}, not on [{given[0]}]"
     else:
-        for name in sorted((config.model_fields_set & _all_sections()) - config.sections()):
+        for name in sorted((config.model_fields_set & _all_sections()) - config.sections() - {"placement"}):
             yield f"[{name}] is set, but {config.algorithm} on [{given[0]}] doesn't read it; remove the section"
+
+
+def _placement_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.runtime.kind == "ray":
+        yield from config.placement.conflicts(config.algorithm, config.roles(), config.runtime.slots)
+    elif "placement" in config.model_fields_set:
+        yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

@@ -21,6 +21,8 @@ from hybridflow.core.errors import ResourceError
 
 Program = Callable[..., Outcome]
 
+RAY, POOLS = {"kind": "ray"}, {"train": 2, "rest": 1}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., Path]:
@@ -36,7 +38,9 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
 
 def _toml(data: dict[str, Any], prefix: str = "") -> str:
-    plain = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items() if not isinstance(value, dict))
+    plain = "".join(
+        f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in data.items() if not isinstance(value, dict)
+    )
     tables = [(f"{prefix}{key}", value) for key, value in data.items() if isinstance(value, dict)]
     return plain + "".join(f"[{name}]\n{_toml(value, name + '.')}" for name, value in tables)
 
@@ -101,6 +105,43 @@ def one_line(outcome: Outcome) -> str:
         ({"generation__kv_cache_gb": 1e-6}, "over kv_cache_gb 1e-06; raise kv_cache_gb or lower max_new_tokens"),
         ({"data__max_prompt_tokens": 2}, "max_prompt_tokens is 2"),
         ({"algorithm": "grppo"}, "algorithm = 'grppo': input should be 'sft', "),
+        (
+            {"placement": {"roles": {"actor": "main"}}},
+            'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray"',
+        ),
+        ({"runtime": {"kind": "rai"}}, "runtime.kind = 'rai': input should be 'local' or 'ray'"),
+        ({"runtime": {"address": "auto"}}, 'runtime: address has no effect with kind = "local"; set kind = "ray"'),
+        ({"runtime": {"slots": 4, "timeout_s": 5}}, 'slots, timeout_s has no effect with kind = "local"'),
+        ({"runtime": {**RAY, "address": "auto", "slots": 2}}, "runtime: has both address and slots"),
+        ({"runtime": RAY, "placement__roles": {"actor": "other"}}, "'other': there is no such pool; the pools are main"),
+        (
+            {"runtime": RAY, "placement": {"pools": POOLS, "roles": {"actor": "trian", "reward": "rest"}}},
+            "placement.roles.actor = 'trian': there is no such pool; did you mean train? The pools are train, rest",
+        ),
+        (
+            {"runtime": RAY, "placement__roles": {"critic": "main"}},
+            "placement.roles.critic: grpo has no such role here; the roles are actor, estimator, sampler, reward, examiner",
+        ),
+        (
+            {"runtime": RAY, "placement__roles": {"rewrad": "main"}},
+            "placement.roles.rewrad: grpo has no such role here; did you mean reward?",
+        ),
+        (
+            {"runtime": RAY, "placement": {"pools": POOLS, "roles": {"actor": "train", "sampler": "rest"}}},
+            "placement.roles: no pool for reward; name one of train, rest for each",
+        ),
+        (
+            {"runtime": RAY, "placement": {"pools": POOLS, "roles": {"actor": "train", "reward": "train"}}},
+            "placement.pools.rest: no role is on it; name it in placement.roles or remove the pool",
+        ),
+        ({"runtime": RAY, "placement__pools": {"main": 0}}, "main = 0: expected how many worker processes, 1 or more"),
+        ({"runtime": RAY, "placement__pools": {"main": [2, -1]}}, "main = [2, -1]: expected how many worker processes"),
+        ({"runtime": RAY, "placement__pools": {"main": "two"}}, "main = 'two': expected how many worker processes"),
+        ({"runtime": RAY, "placement__pools": {"a b": 1}}, "pool 'a b': expected a name of letters, digits, - and _"),
+        (
+            {"runtime": {**RAY, "slots": 4}, "placement__pools": {"main": [3, 2]}},
+            "runtime.slots = 4: placement.pools have 5 workers; raise slots or make pools smaller",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

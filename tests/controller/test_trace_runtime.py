@@ -188,6 +188,13 @@ def test_every_column_that_is_read_was_written_before(config: RunConfig) -> None
     assert idle == waiting.get(config.algorithm, set())
 
 
+def test_the_configuration_knows_the_roles(config: RunConfig) -> None:
+    """Without making any of them; it can't know whether an evaluation needs a scorer of its own."""
+    traced, roles = {role.name for role in trace(config).roles}, config.roles()
+    assert {name for name, certain in roles.items() if certain} <= traced <= roles.keys()
+    assert roles.keys() - traced <= {"examiner", *({"reward"} if config.algorithm == "sft" else ())}
+
+
 def test_sizes_of_the_roles_are_those_of_the_models(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {role.name: role for role in trace(config).roles}
     run = build_module.build(config)

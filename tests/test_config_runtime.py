@@ -1,0 +1,86 @@
+"""Pools and the roles on them, as a configuration gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import CARTPOLE, REVERSE, with_keys
+
+from hybridflow.config import RunConfig, validate
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.placement import Mesh, ResourcePool
+
+WORDS = "hybridflow.rollout.scorers:words_over?limit=1"
+TWO = {"train": 2, "rest": 1}
+
+
+def on_ray(data: dict[str, Any], /, **keys: Any) -> RunConfig:
+    return validate(with_keys(data, run_dir="unused", **{"runtime__kind": "ray", **keys}), "test")
+
+
+def test_without_a_word_everything_is_in_this_process() -> None:
+    config = validate({**REVERSE, "run_dir": "unused"}, "test")
+    assert config.placed.pools == (ResourcePool("driver", (1,)),)
+    assert set(config.placed.roles.values()) == {"driver"} and "placement" not in config.sections()
+
+
+def test_one_pool_needs_no_roles() -> None:
+    assert on_ray(REVERSE).placed.pools == (ResourcePool("main", (1,)),)
+    placed = on_ray(REVERSE, placement__pools={"all": [2, 2]}).placed
+    assert placed.pools == (ResourcePool("all", (2, 2)),) and set(placed.roles.values()) == {"all"}
+    assert placed.mesh_of("actor", None) == Mesh(dp=4) and placed.mesh_of("estimator", 1) == Mesh(dp=1)
+
+
+def test_roles_that_are_not_named_are_where_those_are_that_they_serve() -> None:
+    pools = {"a": 1, "b": 1, "c": 1, "d": 1}
+    roles = {"actor": "a", "critic": "b", "reward": "c", "cost": "d"}
+    safe = on_ray(
+        REVERSE, algorithm="safe_rlhf", cost__functions=[WORDS], placement={"pools": pools, "roles": roles}
+    ).placed
+    follow = {"sampler": "a", "estimator": "a", "cost_critic": "b", "examiner": "c"}
+    assert safe.roles == roles | follow
+    remax = on_ray(
+        REVERSE,
+        algorithm="remax",
+        train__group_size=1,
+        placement={"pools": TWO, "roles": {"actor": "train", "reward": "rest"}},
+    )
+    assert remax.placed.roles["baseline"] == "rest"
+    named = {"actor": "train", "reward": "rest", "baseline": "train", "sampler": "rest"}
+    remax = on_ray(REVERSE, algorithm="remax", train__group_size=1, placement={"pools": TWO, "roles": named})
+    assert remax.placed.roles.items() >= named.items() and remax.placed.roles["examiner"] == "rest"
+
+
+def test_what_may_be_there_may_be_placed_and_need_not() -> None:
+    data = with_keys(REVERSE, algorithm="sft", generation=None, train__group_size=1)
+    roles = {"actor": "train", "sampler": "rest"}
+    assert on_ray(data, placement={"pools": TWO, "roles": roles}).placed.roles["reward"] == "train"
+    assert on_ray(data, placement={"pools": TWO, "roles": {**roles, "examiner": "rest"}}).placed.roles["examiner"] == "rest"
+
+
+def test_environments_have_no_reward_and_no_reference() -> None:
+    roles = {"actor": "train", "critic": "rest"}
+    config = on_ray(CARTPOLE, placement={"pools": TWO, "roles": roles})
+    assert config.placed.roles == {**roles, "estimator": "train", "sampler": "train"}
+    with pytest.raises(ConfigError, match=r"placement\.roles\.reward: ppo has no such role here"):
+        on_ray(CARTPOLE, placement={"pools": TWO, "roles": {**roles, "reward": "rest"}})
+
+
+def problems(**keys: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as told:
+        on_ray(REVERSE, algorithm="ppo", kl__coef=0.1, runtime__slots=2, **keys)
+    return told.value.problems
+
+
+def test_every_mistake_is_told_and_nothing_that_follows_from_it() -> None:
+    first, second, third = problems(placement={"pools": TWO, "roles": {"critik": "train", "reward": "trains"}})
+    assert "placement.roles.critik: ppo has no such role here; did you mean critic" in first
+    assert "placement.roles.reward = 'trains': there is no such pool; did you mean train" in second
+    assert "runtime.slots = 2: placement.pools have 3 workers" in third
+
+
+def test_all_that_is_missing_is_told_at_once() -> None:
+    first, second, _ = problems(placement={"pools": TWO, "roles": {"reward": "train"}})
+    assert "no pool for actor, critic, reference; name one of train, rest for each" in first
+    assert "placement.pools.rest: no role is on it" in second
