@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybridflow.core.errors import ContractError
 from hybridflow.core.placement import Mesh, Placement, ResourcePool
@@ -19,14 +18,13 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    """Any mesh of up to 16 ranks, in half of the cases with a generation layout of its own."""
-    dp = draw(st.integers(1, 16))
-    tp = draw(st.integers(1, 16 // dp))
-    pp = draw(st.integers(1, 16 // (dp * tp)))
-    generation = [draw(st.none() | st.sampled_from(divisors(size))) for size in (tp, pp)]
-    return Mesh(dp, tp, pp, *generation)
+# every mesh of up to 16 ranks, with every way to generate
+MESHES = [
+    Mesh(dp, tp, pp, generation_tp, generation_pp)
+    for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
+    if dp * tp * pp <= 16
+    for generation_tp, generation_pp in itertools.product(divisors(tp), divisors(pp))
+]
 
 
 def groups(mesh: Mesh, key: object) -> list[list[int]]:
@@ -53,7 +51,7 @@ def area(part: Shard) -> Fraction:
 
 
 def test_the_worked_example_of_the_paper() -> None:
-    """HybridFlow, figure 8: training 1-4-2 (p-t-d), generation 1-2-2-2."""
+    """HybridFlow, section 5.3: training 1-4-2 (p-t-d), generation 1-2-2-2."""
     mesh = Mesh(dp=2, tp=4, pp=1, generation_tp=2)
     assert groups(mesh, lambda rank: mesh.coordinates(rank)[:2]) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert groups(mesh, lambda rank: mesh.coordinates(rank)[1:]) == [[1, 5], [2, 6], [3, 7], [4, 8]]
@@ -68,41 +66,38 @@ def test_micro_groups_are_not_neighbours_where_stages_merge() -> None:
     assert generation_groups(mesh)[1] == [[1, 2, 5, 6], [3, 4, 7, 8]]
 
 
-@settings(max_examples=30, deadline=None)
-@given(meshes())
-def test_coordinates_number_the_ranks(mesh: Mesh) -> None:
-    found = [mesh.coordinates(rank) for rank in range(mesh.size)]
-    assert found == [(d, p, t) for d in range(mesh.dp) for p in range(mesh.pp) for t in range(mesh.tp)]
-    assert [mesh.coordinates(rank) for rank in mesh.leaders] == [(d, mesh.pp - 1, 0) for d in range(mesh.dp)]
+def test_coordinates_number_the_ranks() -> None:
+    for mesh in MESHES:
+        found = [mesh.coordinates(rank) for rank in range(mesh.size)]
+        assert found == [(d, p, t) for d in range(mesh.dp) for p in range(mesh.pp) for t in range(mesh.tp)]
+        assert [mesh.coordinates(rank) for rank in mesh.leaders] == [(d, mesh.pp - 1, 0) for d in range(mesh.dp)]
 
 
-@settings(max_examples=30, deadline=None)
-@given(meshes())
-def test_every_replica_is_a_whole_model_within_a_block(mesh: Mesh) -> None:
-    places, blocks = defaultdict(set), defaultdict(set)
-    for rank in range(mesh.size):
-        replica, p, t = mesh.replica(rank)
-        places[replica].add((p, t))
-        blocks[replica].add(mesh.coordinates(rank)[0])
-    generation_tp, generation_pp = mesh.generation
-    whole = {(p, t) for p in range(generation_pp) for t in range(generation_tp)}
-    assert dict(places) == dict.fromkeys(range(mesh.num_replicas), whole)
-    per_block = mesh.num_replicas // mesh.dp
-    assert dict(blocks) == {replica: {replica // per_block} for replica in range(mesh.num_replicas)}
+def test_every_replica_is_a_whole_model_within_a_block() -> None:
+    for mesh in MESHES:
+        places, blocks = defaultdict(set), defaultdict(set)
+        for rank in range(mesh.size):
+            replica, p, t = mesh.replica(rank)
+            places[replica].add((p, t))
+            blocks[replica].add(mesh.coordinates(rank)[0])
+        generation_tp, generation_pp = mesh.generation
+        whole = {(p, t) for p in range(generation_pp) for t in range(generation_tp)}
+        assert dict(places) == dict.fromkeys(range(mesh.num_replicas), whole)
+        per_block = mesh.num_replicas // mesh.dp
+        assert dict(blocks) == {replica: {replica // per_block} for replica in range(mesh.num_replicas)}
 
 
-@settings(max_examples=30, deadline=None)
-@given(meshes())
-def test_training_shards_of_a_micro_group_tile_its_generation_shard(mesh: Mesh) -> None:
+def test_training_shards_of_a_micro_group_tile_its_generation_shard() -> None:
     """So a rank keeps no weight twice, and gathers what it lacks from its micro group alone."""
-    generation_tp, generation_pp = mesh.generation
-    tiles: dict[tuple[int, Shard], set[Shard]] = defaultdict(set)
-    for rank in range(mesh.size):
-        (d, p, t), (_, p_g, t_g) = mesh.coordinates(rank), mesh.replica(rank)
-        own, wanted = shard(p, mesh.pp, t, mesh.tp), shard(p_g, generation_pp, t_g, generation_tp)
-        assert wanted[0] <= own[0] and own[1] <= wanted[1] and wanted[2] <= own[2] and own[3] <= wanted[3]
-        tiles[d, wanted].add(own)
-    assert all(sum(map(area, parts)) == area(wanted) for (_, wanted), parts in tiles.items())
+    for mesh in MESHES:
+        generation_tp, generation_pp = mesh.generation
+        tiles: dict[tuple[int, Shard], set[Shard]] = defaultdict(set)
+        for rank in range(mesh.size):
+            (d, p, t), (_, p_g, t_g) = mesh.coordinates(rank), mesh.replica(rank)
+            own, wanted = shard(p, mesh.pp, t, mesh.tp), shard(p_g, generation_pp, t_g, generation_tp)
+            assert wanted[0] <= own[0] and own[1] <= wanted[1] and wanted[2] <= own[2] and own[3] <= wanted[3]
+            tiles[d, wanted].add(own)
+        assert all(sum(map(area, parts)) == area(wanted) for (_, wanted), parts in tiles.items())
 
 
 @pytest.mark.parametrize(
