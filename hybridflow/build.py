@@ -84,7 +84,7 @@ def make_makers(config: RunConfig, parts: Parts, runtime: Runtime) -> dict[str, 
     """What makes each part that an algorithm's constructor may name."""
     return {
         **parts.makers(),
-        "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker)),
+        "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker, max_workers=1)),
         "objective": lambda: make_objective(config),
     }
 

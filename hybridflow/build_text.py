@@ -209,7 +209,7 @@ class TextParts:
             hint = "" if second else ", or use a task, which brings its own"
             raise RewardError(f"no {name}: set {name}.functions or {name}.model{hint}")
         of_functions = {"specs": specs, "config": self.config.reward}
-        judge = self.runtime.role(Role(name, RewardScorer, {**args, **of_functions}, rename))
+        judge = self.runtime.role(Role(name, RewardScorer, {**args, **of_functions}, rename, max_workers=1))
         judge.check(set.intersection(*(set(record.fields) for record in self.task.train)))
         return judge
 
