@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.telemetry.metrics import METRICS, TIME_SPLIT, Metric
+from hybridflow.telemetry.metrics import METRICS, TIME_SPLIT, Metric, metric_of
 
 __all__ = ["Chart", "Run", "main_charts", "other_charts", "smooth", "smoothing_span"]
 
@@ -99,7 +99,7 @@ def smooth(values: Series, span: int) -> Series:
 
 def _line(runs: Sequence[Run], key: str) -> Chart | None:
     """Each run's points, faint, under their moving average."""
-    metric = METRICS.get(key, Metric(key, "", ""))
+    metric = metric_of(key) or Metric(key, "", "")
     drawn = [(run, *run.series(key)) for run in runs]
     drawn = [(run, steps, values) for run, steps, values in drawn if len(steps)]
     if not drawn:
@@ -197,6 +197,8 @@ def _time_split(run: Run, alone: bool) -> Chart | None:
         if values.any()
     ]
     note = "Wall time of each step" if per == 1 else f"Wall time of a step, mean over {per} steps a bar"
+    if (sum(parts.values()) > 1.01 * total).any():
+        note += "; pools that run side by side add up"
     layout = _axes("time (s)", [steps]) | {"barmode": "stack", "showlegend": True}
     layout["yaxis"] |= {"rangemode": "tozero"}
     return Chart("Time per step" + ("" if alone else f" · {run.name}"), note, traces, layout)

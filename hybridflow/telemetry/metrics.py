@@ -1,8 +1,11 @@
-"""The metrics of a step: what each key of ``metrics.jsonl`` means. A run may write other keys as well."""
+"""The metrics of a step: what each key of ``metrics.jsonl`` means. A run may write other keys as well.
 
-from dataclasses import dataclass
+A key with ``<names>`` stands for a family: "moved/sampler.rollout-actor.update" is one of "moved/<from>-<to>".
+"""
 
-__all__ = ["METRICS", "TIME_SPLIT", "Metric", "format_number", "format_seconds"]
+from dataclasses import dataclass, replace
+
+__all__ = ["METRICS", "TIME_SPLIT", "Metric", "format_number", "format_seconds", "metric_of"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ METRICS: dict[str, Metric] = {
     "time/reward_s": Metric("reward", "s", "wall time spent in reward functions and reward models"),
     "time/forward_s": Metric("forward", "s", "wall time of forward passes: reference log-probs, values"),
     "time/learn_s": Metric("learn", "s", "wall time of advantages and updates"),
+    "time/queue_s": Metric("queue", "s", "time that calls waited in workers for their inputs; pools add up"),
+    "time/transfer_s": Metric("transfer", "s", "time that workers took to pull their calls' inputs; pools add up"),
     "time/step_s": Metric("step time", "s", "wall time of the step, without evaluation and checkpoints"),
     "policy_version": Metric("policy version", "updates", "updates that the sampling policy had seen"),
     "loss/policy": Metric("policy loss", "", "loss of the policy, mean over its minibatches"),
@@ -51,9 +56,23 @@ METRICS: dict[str, Metric] = {
     "eval/reward": Metric("evaluated reward", "", "mean of what is trained for, where evaluations have another score"),
     "eval/cost": Metric("evaluated cost", "", "mean cost of the evaluated responses"),
     "memory/rss_gb": Metric("memory", "GB", "resident memory of the driver process (10^9 bytes)"),
+    "workers/rss_gb_max": Metric("worker memory", "GB", "largest resident memory of a worker process (10^9 bytes)"),
+    "driver/bytes": Metric(
+        "driver traffic", "bytes", "bytes through the controller in the step, without text of the source"
+    ),
+    "moved/<from>-<to>": Metric("moved", "bytes", "bytes that <to> pulled in the step of what <from> wrote"),
 }
 
 TIME_SPLIT = ("time/generate_s", "time/reward_s", "time/forward_s", "time/learn_s")
+
+
+def metric_of(key: str) -> Metric | None:
+    """What a key means, also where a part of it differs from run to run; None for a key that is not documented."""
+    if not key.startswith("moved/"):
+        return METRICS.get(key)
+    writer, _, reader = key.removeprefix("moved/").partition("-")
+    family = METRICS["moved/<from>-<to>"]
+    return replace(family, meaning=family.meaning.replace("<from>", writer).replace("<to>", reader))
 
 
 def format_number(value: float) -> str:

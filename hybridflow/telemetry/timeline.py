@@ -1,15 +1,19 @@
 """The timeline of a run, real or simulated: a Chrome trace, which Perfetto and chrome://tracing open.
 
-The file is a JSON array with one event a line. Two kinds of event, times in microseconds since the run began:
+The file is a JSON array with one event a line. Two kinds of event, times in whole microseconds since the run began:
 
     {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "actor"}}
-    {"name": "actor.update", "cat": "train", "ph": "X", "ts": 81.5, "dur": 12.0, "pid": 1, "tid": 2, "args": {"step": 3}}
+    {"name": "actor.update", "cat": "train", "ph": "X", "ts": 81, "dur": 12, "pid": 1, "tid": 2, "args": {"step": 3}}
 
-``pid`` 1 is the process of the timeline ("run", "simulation" ...), and each role has one ``tid``, by first use.
+``pid`` 1 is the driver ("run", "simulation" ...), where each role has one ``tid``, by first use. Each pool is a process of
+its own ("pool main"), with a ``tid`` for each of its workers ("worker 0"); before a worker's "actor.update" stand
+"actor.update: queue" and "actor.update: transfer", and its ``args`` name the role too. Viewers drop an event that overlaps
+its neighbour in a row, by however little: starts are rounded up and ends down.
 Events are appended, so a killed run leaves an array without its end, which viewers and ``read_timeline`` accept.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,21 +27,26 @@ from hybridflow.telemetry.records import to_json
 __all__ = ["Timeline", "keep_events_until", "read_timeline", "time_split"]
 
 Event = dict[str, Any]
-PID = 1
 SPLIT = {
     "generate": "time/generate_s",
     "reward": "time/reward_s",
     "forward": "time/forward_s",
     "train": "time/learn_s",
     "compute": "time/learn_s",
+    "queue": "time/queue_s",
+    "transfer": "time/transfer_s",
 }
+WAITS = ("queue", "transfer")
 
 
 def time_split(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each part of a step, by the spans' kinds; other kinds (evaluation, checkpoint) belong to no step."""
+    """Seconds of each part of a step, by the spans' kinds; other kinds (evaluation, checkpoint) belong to no step.
+
+    The workers of a pool run the same calls, so the first one stands for all; pools that run side by side add up.
+    """
     split: dict[str, float] = {}
     for span in spans:
-        if span.kind in SPLIT:
+        if span.kind in SPLIT and span.worker.rpartition("/")[2] in ("", "0"):
             split[SPLIT[span.kind]] = split.get(SPLIT[span.kind], 0.0) + span.duration_s
     return split
 
@@ -47,16 +56,16 @@ class Timeline:
 
     def __init__(self, path: Path, process: str = "run") -> None:
         events = read_timeline(path) if path.exists() else []
-        self._threads = {e["args"]["name"]: int(e["tid"]) for e in events if e["name"] == "thread_name"}
-        self._origin_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0.0)
+        self._pids = {e["args"]["name"]: int(e["pid"]) for e in events if e["name"] == "process_name"}
+        self._tids = {(int(e["pid"]), e["args"]["name"]): int(e["tid"]) for e in events if e["name"] == "thread_name"}
+        self._driver = next(iter(self._pids), process)
+        self._origin_us = max((e["ts"] + e["dur"] for e in events if e["ph"] == "X"), default=0)
         self._start_s: float | None = None
-        if not events:
-            events = [{"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": {"name": process}}]
-        _write(path, events)
+        _write(path, events or self._process(self._driver))
         self._file = path.open("a", encoding="utf-8")
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
-        """Append the spans of a step. A span called ``actor.update`` belongs to the row of the role ``actor``."""
+        """Append the spans of a step. In the driver, ``actor.update`` belongs to the row of the role ``actor``."""
         if self._start_s is None:
             self._start_s = min((span.start_s for span in spans), default=None)
         events = [event for span in spans for event in self._events(step, span)]
@@ -78,12 +87,29 @@ class Timeline:
 
     def _events(self, step: int, span: Span) -> list[Event]:
         role = span.name.rpartition(".")[0] or span.name
-        new = role not in self._threads
-        tid = self._threads.setdefault(role, len(self._threads) + 1)
+        naming, pid, tid = self._row(role, span.worker)
         start_us = self._origin_us + (span.start_s - (self._start_s or 0.0)) * 1e6
-        event: Event = {"name": span.name, "cat": span.kind, "ph": "X", "ts": round(start_us, 3)}
-        event |= {"dur": round(span.duration_s * 1e6, 3), "pid": PID, "tid": tid, "args": {"step": step}}
-        return [*(_naming(role, tid) if new else []), event]
+        start, end = math.ceil(round(start_us, 3)), math.floor(round(start_us + span.duration_s * 1e6, 3))
+        name = f"{span.name}: {span.kind}" if span.kind in WAITS else span.name
+        args = {"step": step, "role": role} if span.worker else {"step": step}
+        event: Event = {"name": name, "cat": span.kind, "ph": "X", "ts": start, "dur": max(end - start, 0)}
+        return [*naming, event | {"pid": pid, "tid": tid, "args": args}]
+
+    def _row(self, role: str, worker: str) -> tuple[list[Event], int, int]:
+        """(events that name the row, where it is new; pid, tid)."""
+        pool, _, rank = worker.rpartition("/")
+        process, thread = (f"pool {pool}", f"worker {rank}") if worker else (self._driver, role)
+        naming = [] if process in self._pids else self._process(process)
+        pid = self._pids[process]
+        if (pid, thread) not in self._tids:
+            tid = int(rank) + 1 if worker else sum(other == pid for other, _ in self._tids) + 1
+            self._tids[pid, thread] = tid
+            naming += _naming("thread", pid, tid, thread, tid)
+        return naming, pid, self._tids[pid, thread]
+
+    def _process(self, name: str) -> list[Event]:
+        pid = self._pids[name] = len(self._pids) + 1
+        return _naming("process", pid, 0, name, pid)
 
 
 def read_timeline(path: Path) -> list[Event]:
@@ -111,11 +137,11 @@ def keep_events_until(path: Path, step: int) -> None:
         _write(path, [event for event in read_timeline(path) if event.get("args", {}).get("step", step) <= step])
 
 
-def _naming(role: str, tid: int) -> list[Event]:
-    shared = {"ph": "M", "pid": PID, "tid": tid}
+def _naming(what: str, pid: int, tid: int, name: str, order: int) -> list[Event]:
+    shared = {"ph": "M", "pid": pid, "tid": tid}
     return [
-        {"name": "thread_name", **shared, "args": {"name": role}},
-        {"name": "thread_sort_index", **shared, "args": {"sort_index": tid}},
+        {"name": f"{what}_name", **shared, "args": {"name": name}},
+        {"name": f"{what}_sort_index", **shared, "args": {"sort_index": order}},
     ]
 
 

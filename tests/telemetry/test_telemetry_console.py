@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from hybridflow.telemetry.console import RunConsole
-from hybridflow.telemetry.metrics import METRICS, TIME_SPLIT, format_number, format_seconds
+from hybridflow.telemetry.metrics import METRICS, TIME_SPLIT, format_number, format_seconds, metric_of
 
 STEP = {
     "reward/mean": 0.53,
@@ -135,4 +135,8 @@ def test_numbers(number: float, text: str) -> None:
 def test_every_metric_is_described() -> None:
     assert set(TIME_SPLIT) < set(METRICS)
     assert all(metric.label and metric.meaning for metric in METRICS.values())
+    moved = metric_of("moved/sampler.rollout-actor.update")
+    assert moved and moved.title == "moved (bytes)"
+    assert moved.meaning == "bytes that actor.update pulled in the step of what sampler.rollout wrote"
+    assert metric_of("kl") == METRICS["kl"] and metric_of("custom/key") is None
     assert METRICS["kl"].title == "KL (nats/token)" and METRICS["step"].title == "step"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hybridflow.core.errors import UserError
-from hybridflow.telemetry.charts import smooth, smoothing_span
+from hybridflow.telemetry.charts import Run, main_charts, smooth, smoothing_span
 from hybridflow.telemetry.report import write_report
 from hybridflow.telemetry.result import wilson_interval
 from hybridflow.telemetry.rundir import RunDirectory
@@ -38,6 +38,7 @@ def make_run(path: Path, algorithm: str, steps: int) -> Path:
         for step in range(1, steps + 1):
             metrics = {"reward/mean": step / steps, "kl": math.nan if step == 3 else 1e-3 * step, "custom/<x>": 1.0}
             metrics |= {"tokens_per_s": 900.0 + step, "grad_norm": 1.0, "entropy": 1.0, "response_length/mean": 4.0}
+            metrics["moved/sampler.rollout-actor.update"] = 1e6 + step
             metrics |= {"time/generate_s": 1.0, "time/reward_s": 0.1, "time/learn_s": 1.5, "time/step_s": 2.75}
             tracker.log(step, metrics)
             tracker.log_samples(
@@ -99,6 +100,15 @@ def test_axes_have_labels_and_units(text: str) -> None:
     assert all(layout["xaxis"]["title"]["text"] == "step" for layout in layouts)
     titles = [layout["yaxis"]["title"]["text"] for layout in layouts]
     assert {"reward", "KL (nats/token)", "throughput (tokens/s)", "time (s)", "custom/&lt;x&gt;"} <= set(titles)
+    assert "moved (bytes)" in titles
+    assert "Bytes that actor.update pulled in the step of what sampler.rollout wrote" in without_scripts(text)
+
+
+def test_pools_that_overlap_are_told() -> None:
+    for learn_s, told in ((0.25, False), (0.75, True)):
+        record = {"step": 1, "time/step_s": 1.0, "time/generate_s": 0.5, "time/learn_s": learn_s}
+        (chart,) = main_charts([Run("a", "#000000", {}, "", [record], [])])
+        assert ("pools that run side by side add up" in chart.note) == told
 
 
 def test_one_run(runs: list[Path], tmp_path: Path) -> None:
@@ -178,9 +188,9 @@ def test_a_browser_draws_every_chart(text: str, tmp_path: Path) -> None:
     assert root and "data-refused" not in root[0] and "data-failed" not in root[0] and 'data-fetched="0"' in root[0]
     shown = without_scripts(dom)
     charts = charts_of(text)
-    assert len(charts) == 10 and shown.count('class="main-svg"') >= 2 * len(charts)
+    assert len(charts) == 11 and shown.count('class="main-svg"') >= 2 * len(charts)
     legends = re.findall(r'class="legendtext"[^>]*>([^<]*)<', shown)
-    assert legends.count("first") == legends.count("second") == 8
+    assert legends.count("first") == legends.count("second") == 9
     assert {"generate", "reward", "learn", "other"} <= set(legends)
     axes = re.findall(r'class="[xy]title[^>]*>([^<]*)<', shown)
     assert {"step", "reward", "KL (nats/token)", "custom/<x>"} <= {
