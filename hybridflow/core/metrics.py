@@ -1,8 +1,12 @@
-"""Metrics that don't depend on how the data was split: means as (sum, weight), counts, and maxima."""
+"""Metrics that don't depend on how the data was split: means as (sum, weight), counts, maxima and standard deviations."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 __all__ = ["Metrics", "Span"]
 
@@ -23,12 +27,13 @@ class Span:
 
 
 class Metrics:
-    """Sums and weights, counts and maxima by name."""
+    """Sums and weights, counts, maxima and moments by name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._counts: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
+        self._moments: dict[str, tuple[float, float, float]] = {}
 
     def add(self, name: str, total: float, weight: float = 1.0) -> None:
         """For a mean: ``total`` is the sum over ``weight`` entries."""
@@ -43,6 +48,19 @@ class Metrics:
         """For the largest value."""
         self._maxima[name] = max(self._maxima.get(name, float(value)), float(value))
 
+    def deviation(self, name: str, values: NDArray[Any]) -> None:
+        """For the standard deviation (of a population) over all ``values`` [N] of all parts, around their common mean."""
+        if len(values):
+            mean = float(values.mean())
+            self._add_moments(name, len(values), mean, float(((values - mean) ** 2).sum()))
+
+    def _add_moments(self, name: str, count: float, mean: float, squares: float) -> None:
+        """Count, mean and squared deviations of another part (Chan, Golub and LeVeque 1979)."""
+        old_count, old_mean, old_squares = self._moments.get(name, (0.0, mean, 0.0))
+        total, off = old_count + count, mean - old_mean
+        squares += old_squares + off**2 * old_count * count / total
+        self._moments[name] = (total, old_mean + off * count / total, squares)
+
     def merge(self, other: Metrics, prefix: str = "") -> None:
         """Add all of ``other``, every name behind ``prefix``."""
         for name, (total, weight) in other._sums.items():
@@ -51,12 +69,15 @@ class Metrics:
             self.count(prefix + name, number)
         for name, value in other._maxima.items():
             self.maximum(prefix + name, value)
+        for name, moments in other._moments.items():
+            self._add_moments(prefix + name, *moments)
 
     def values(self) -> dict[str, float]:
-        """The mean of every name that has weight, the counts and the maxima."""
+        """The mean of every name that has weight, the counts, the maxima and the standard deviations."""
         means = {name: total / weight for name, (total, weight) in self._sums.items() if weight > 0}
-        return {**means, **self._counts, **self._maxima}
+        deviations = {name: math.sqrt(squares / count) for name, (count, _, squares) in self._moments.items()}
+        return {**means, **self._counts, **self._maxima, **deviations}
 
     def clear(self) -> None:
-        for entries in (self._sums, self._counts, self._maxima):
+        for entries in (self._sums, self._counts, self._maxima, self._moments):
             entries.clear()

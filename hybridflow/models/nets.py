@@ -172,7 +172,7 @@ class _ObservationNet(nn.Module):
             features = F.one_hot(observations.long() - self.start, self.num_classes).float()
         else:
             scale = 1 / 255 if observations.dtype == torch.uint8 else 1.0
-            features = observations.reshape(len(observations), -1).float() * scale
+            features = observations.reshape(len(observations), math.prod(observations.shape[1:])).float() * scale
         out: Tensor = self.mlp(features)
         return out
 

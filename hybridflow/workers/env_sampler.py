@@ -10,7 +10,7 @@ slot's own counters, never on how slots are dealt to workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
+from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
@@ -35,7 +35,7 @@ Ints = NDArray[np.int64]
 
 
 class NetworkSource(Protocol):
-    """Where the sampler reads its policy: the learner of the same process."""
+    """Where the sampler reads its policy: the learner of the same process, or a replica of one elsewhere."""
 
     networks: dict[str, torch.nn.Module]
     version: int
@@ -75,6 +75,7 @@ class EnvSampler:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
         self.spaces = spaces_of(config)
         self._slots: dict[int, Slot] = {}
+        self._saved: dict[int, Mapping[str, Any]] = {}
 
     def attach(self, source: NetworkSource) -> None:
         """Act with the networks of ``source``, read in place at every step."""
@@ -119,9 +120,13 @@ class EnvSampler:
         return pieces
 
     def _slot(self, index: int) -> Slot:
-        """Slots are made when they are first asked for: a worker holds those that it is dealt."""
+        """Slots are made when they are first asked for, where they stood if they were saved: a worker holds those that it
+        is dealt. CheckpointError if an environment can't be brought back there."""
         if index not in self._slots:
-            self._slots[index] = Slot(self.config, self.seed, index)
+            slot = Slot(self.config, self.seed, index)
+            if index in self._saved:
+                slot.load_state_dict(self._saved[index])
+            self._slots[index] = slot
         return self._slots[index]
 
     def _step(self, slots: list[Slot], live: Ints, t: int, steps: _Steps) -> None:
@@ -200,17 +205,25 @@ class EnvSampler:
                 going.append(slot)
         return going
 
-    @control
-    def state_dict(self) -> dict[str, Any]:
-        """State of every slot, by its number."""
-        return {"slots": {index: slot.state_dict() for index, slot in self._slots.items()}}
+    @control(ONE_TO_ALL)
+    def state_dict(self) -> list[dict[str, Any]]:
+        """``slot`` and ``state`` of every slot that this rank has, and of the saved ones that it has yet to be dealt."""
+        states = {index: self._saved[index] for index in self._saved if self._is_mine(index)}
+        states |= {index: slot.state_dict() for index, slot in self._slots.items()}
+        return [{"slot": index, "state": states[index]} for index in sorted(states)]
+
+    def _is_mine(self, index: int) -> bool:
+        """Whether this rank is dealt the slot when a rollout names all of them; rank 0 keeps those that it doesn't name."""
+        if index >= self.config.num_envs:
+            return self.context.rank == 0
+        dealt = THREE_D_ALL_MICRO_DP.distribute(np.ones(self.config.num_envs, np.int64), self.context.mesh)
+        return index in dealt[self.context.rank]
 
     @control
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the slots stood; CheckpointError if an environment can't be brought back there."""
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Continue where the slots stood, given those of all ranks, of however many: see ``_slot``."""
         self.close()
-        for index, saved in state["slots"].items():
-            self._slot(index).load_state_dict(saved)
+        self._saved = {saved["slot"]: saved["state"] for saved in state}
 
     @control
     def close(self) -> None:
@@ -218,6 +231,7 @@ class EnvSampler:
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
+        self._saved.clear()
 
 
 class _Ending(NamedTuple):

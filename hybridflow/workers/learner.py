@@ -5,9 +5,13 @@
     units (rows, steps for nets on single observations, or groups for losses that compare the rows of a group),
     permuted by (seed, update, epoch)
       └─ minibatch: one optimizer step, ONE normaliser counted before it is split
-           └─ microbatches by token budget: forward, loss terms / normaliser, backward; gradients add up
+           └─ data-parallel blocks: each pulls the values of its own units alone
+                └─ microbatches by token budget: forward, loss terms / normaliser, backward; gradients add up
+           gradients add up over the blocks, in one flat sum; every rank takes the same step
 
-so neither the loss nor the gradient depends on how a minibatch is split.
+so neither the loss nor the gradient depends on how a minibatch is split. Every rank deals alike without a word to the
+others. They meet in every minibatch's sum of gradients, to which a block without units adds zeros, after the first one in
+the sums behind ``effective_samples``, and at the end in those of the columns that a loss writes.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridflow.controller.protocols import THREE_D, VIEW
+from hybridflow.controller.protocols import THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.fields import FIELDS
@@ -30,8 +34,9 @@ from hybridflow.core.seeding import generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
+from hybridflow.workers.units import Pulled, Units
 
-__all__ = ["Learner", "Networks", "UpdatePlan", "action_columns"]
+__all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "as_array", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -78,46 +83,68 @@ class Learner:
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
         self.networks = dict(networks.build())
-        self.model: Any = self.networks[networks.main]
+        self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.optimizer = Optimizer(self.model, optimizer, total_steps)
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
         """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
-        units = _Units(batch, "group" if loss.per == "group" else self.model.unit)
-        written = {name: np.zeros(units.num_steps, np.float32) for name in loss.writes}
-        for epoch in range(self.plan.epochs):
-            order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
-            for number, index in enumerate(np.array_split(order, self.plan.minibatches)):
-                drift = self._minibatch(units.rows(index), loss, written)
-                if epoch == number == 0 and drift:
-                    self._observe_drift(torch.cat(drift).double())
+        units = Units.of(batch, "group" if loss.per == "group" else self.model.unit)
+        epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
+        own = np.unique(np.concatenate([part for minibatches in epochs for _, part in minibatches]))
+        pulled, mask, samples = units.load(batch, own), batch.ragged("response_mask"), batch["sample_id"]
+        for epoch, minibatches in enumerate(epochs):
+            written = {name: np.zeros(len(mask.values), np.float32) for name in loss.writes}
+            for number, (index, part) in enumerate(minibatches):
+                whole = units.take(index)
+                drift = self._minibatch(whole, pulled.take(np.searchsorted(own, part)), loss, written, samples)
+                if epoch == number == 0:
+                    self._observe_drift(drift)
         self.version += 1
-        return units.time_columns(written)
+        return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
-    def _minibatch(self, units: _Units, loss: Fn, written: Mapping[str, np.ndarray]) -> list[Tensor]:
-        """One optimizer step; the drift of its parts."""
-        if len(units) == 0:
+    def _deal(self, units: Units, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(all units, those of this rank's block) of every minibatch."""
+        order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
+        minibatches, (dp, block) = np.array_split(order, self.plan.minibatches), (self.context.mesh.dp, self.context.block)
+        return [(index, index[deal(units.weights[index], dp)[block]]) for index in minibatches]
+
+    def _minibatch(
+        self, whole: Units, part: Pulled, loss: Fn, written: Mapping[str, np.ndarray], samples: np.ndarray
+    ) -> list[Tensor]:
+        """One optimizer step, for which this rank sees the ``part`` of the ``whole``; the drift of its microbatches."""
+        if len(whole) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return []
-        normaliser = {"step": units.num_actions, "row": len(units.batch), "group": len(units)}[loss.per]
+        normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
         self.optimizer.zero_grad()
         drift: list[Tensor] = []
-        for index in plan_microbatches(units.lengths, self.plan.token_budget):
-            micro = units.rows(index)
+        for index in plan_microbatches(part.units.weights, self.plan.token_budget):
+            micro = part.take(index)
             result = self._loss(micro.batch, loss)
             total = result.terms.sum() / normaliser
-            self._check_finite(float(total.detach()), f"loss {loss.name}", micro.batch)
+            self._check_finite(float(total.detach()), f"loss {loss.name}", micro.batch["sample_id"])
             total.backward()  # type: ignore[no-untyped-call]
             self._observe(result, loss)
             drift += [] if result.drift is None else [result.drift]
             for name, values in written.items():
-                values[micro.places] = result.columns[name].float().cpu().numpy()
-        self._step(units.batch, loss)
+                values[micro.units.places.values] = result.columns[name].float().cpu().numpy()
+        if self.context.mesh.dp > 1:
+            self.optimizer.sum_gradients(self.context.sum)
+        self._step(loss, samples[whole.rows.values])
         return drift
 
+    def _summed(self, values: np.ndarray) -> np.ndarray:
+        """``values``, summed over the data-parallel blocks."""
+        return self.context.sum(torch.from_numpy(values).to(self._device)).cpu().numpy()
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
     def _loss(self, batch: Batch, loss: Fn) -> Loss:
-        columns = action_columns(batch, next(self.model.parameters()).device)
+        columns = action_columns(batch, self._device)
         outputs = self.networks if loss.on == "networks" else self.model.outputs(batch)
         result: Loss = loss(outputs, columns)
         return result
@@ -127,25 +154,31 @@ class Learner:
         for name, values in metrics.items():
             self.context.metrics.add(name, float(values.sum()), values.numel())
 
-    def _observe_drift(self, drift: Tensor) -> None:
+    def _observe_drift(self, parts: list[Tensor]) -> None:
         """How far the learner is from the policy that sampled, before an update changes it: [N] differences of
         log-probabilities, and the share of samples that are left when each weighs π_learner / π_sampled."""
+        drift = torch.cat([torch.zeros(0, device=self._device), *parts]).double()
         weights, metrics = drift.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), self.context.metrics
-        metrics.add("mismatch", float(drift.abs().sum()), len(drift))
-        metrics.maximum("mismatch_max", float(drift.abs().max()))
-        metrics.add("effective_samples", float(weights.sum() ** 2 / (weights**2).sum()), len(drift))
+        if len(drift):
+            metrics.add("mismatch", float(drift.abs().sum()), len(drift))
+            metrics.maximum("mismatch_max", float(drift.abs().max()))
+        # No mean over samples, so it is made of sums over all blocks; also blocks that saw no sample have to take part.
+        sums = torch.stack([weights.sum(), (weights**2).sum(), torch.ones_like(weights).sum()])
+        total, squares, count = self.context.sum(sums).tolist()
+        if count and self.context.block == 0:
+            metrics.add("effective_samples", total**2 / squares, count)
 
-    def _step(self, batch: Batch, loss: Fn) -> None:
+    def _step(self, loss: Fn, samples: np.ndarray) -> None:
         norm = self.optimizer.clip()
-        self._check_finite(norm, f"gradient norm of {loss.name}", batch)
+        self._check_finite(norm, f"gradient norm of {loss.name}", samples)
         self.context.metrics.add("grad_norm", norm)
         self.context.metrics.add("learning_rate", self.optimizer.learning_rate)
         self.optimizer.step()
 
-    def _check_finite(self, value: float, what: str, batch: Batch) -> None:
+    def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
         if not math.isfinite(value):
-            samples = ", ".join(map(str, batch["sample_id"][:8]))
-            raise NonFiniteError(f"{what} is {value} in update {self.version}, samples {samples}; the step was not applied")
+            shown = ", ".join(map(str, samples[:8]))
+            raise NonFiniteError(f"{what} is {value} in update {self.version}, samples {shown}; the step was not applied")
 
     @remote(THREE_D, reads=_value_inputs, writes=("values", "bootstrap_values"))
     def compute_values(self, batch: Batch, /) -> Batch:
@@ -182,8 +215,15 @@ class Learner:
 
     @control
     def export(self, save: Callable[[Any], None]) -> None:
-        """Call ``save`` with the main network."""
-        save(self.model)
+        """Call ``save`` with the main network, on rank 0 alone: every rank has the same weights."""
+        if self.context.rank == 0:
+            save(self.model)
+
+    @control
+    def weights(self) -> dict[str, np.ndarray]:
+        """What samplers read, for ``Replica.load``: the main network's parameters and buffers by "<network>/<name>", tied
+        ones once. On a CPU the arrays are the weights themselves, which the next update changes."""
+        return {name: as_array(tensor) for name, tensor in tensors(self.networks, self.main).items()}
 
     @control
     def state_dict(self) -> dict[str, Any]:
@@ -198,17 +238,31 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
+    """Parameters and buffers of network ``name``, by "<network>/<their name>"; a tied one has its first name alone."""
+    network = networks[name]
+    return {f"{name}/{key}": tensor for key, tensor in (*network.named_parameters(), *network.named_buffers())}
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The tensor as numpy, without a copy on CPUs; bfloat16, which numpy doesn't know, as its bits in uint16."""
+    tensor = tensor.detach().cpu()
+    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
 def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int) -> dict[str, Ragged]:
     """Outputs of a model without gradients, as time columns with zeros outside the action steps."""
-    units = _Units(batch, "row")
-    out = {name: np.zeros(units.num_steps, np.float32) for name in names}
+    units, mask = Units.of(batch, "row"), batch.ragged("response_mask")
+    pulled = units.load(batch, np.arange(len(units)))
+    out = {name: np.zeros(len(mask.values), np.float32) for name in names}
     with torch.no_grad():
-        for index in plan_microbatches(units.batch.lengths, token_budget):
-            micro = units.rows(index)
+        for index in plan_microbatches(units.weights, token_budget):
+            micro = pulled.take(index)
             outputs = model.outputs(micro.batch)
             for name in names:
-                out[name][micro.places] = outputs[name].float().cpu().numpy()
-    return {name: batch.ragged("response_mask").like(values) for name, values in out.items()}
+                out[name][micro.units.places.values] = outputs[name].float().cpu().numpy()
+    return {name: mask.like(values) for name, values in out.items()}
 
 
 def score_rows(model: Any, batch: Batch, token_budget: int) -> np.ndarray:
@@ -224,72 +278,10 @@ def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
     mask = batch.ragged("response_mask")
     columns = {"row_index": torch.tensor(mask.row_index[mask.values], device=device)}
-    for name, column in batch.columns.items():
+    for name in batch.columns:
+        column = batch[name]
         if FIELDS[name].axis == "time" and isinstance(column, Ragged):
             columns[name] = torch.tensor(column.values[mask.values], device=device)
         elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
             columns[name] = torch.tensor(column, device=device)
     return columns
-
-
-class _Units:
-    """A batch as the units that minibatches are made of, each with the places of its action steps in the whole batch.
-
-    Rows without an action step are in no unit, nor is a group that has such a row. The rows of a group stay in order.
-    """
-
-    def __init__(self, batch: Batch, unit: Literal["row", "step", "group"]) -> None:
-        mask = batch.ragged("response_mask")
-        self.num_steps, self.axis = len(mask.values), mask
-        places = Ragged(np.flatnonzero(mask.values), np.bincount(mask.row_index[mask.values], minlength=len(batch)))
-        if unit == "step":
-            self.batch, self._places = batch.steps(), Ragged(places.values, np.ones(len(places.values), np.int64))
-            self._sizes = self._places.lengths
-        else:
-            kept, self._sizes = _groups(batch, places.lengths > 0) if unit == "group" else _rows(places.lengths > 0)
-            self.batch, self._places = batch.rows(kept), places.rows(kept)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[U] what each unit weighs in a microbatch: its rows times the longest of them."""
-        starts = np.cumsum(self._sizes) - self._sizes
-        longest = np.maximum.reduceat(self.batch.lengths, starts) if len(self) else self._sizes
-        weights: np.ndarray = self._sizes * longest
-        return weights
-
-    @property
-    def num_actions(self) -> int:
-        return len(self._places.values)
-
-    @property
-    def places(self) -> np.ndarray:
-        """[N] where the action steps stand on the packed time axis of the whole batch."""
-        return self._places.values
-
-    def rows(self, index: np.ndarray) -> _Units:
-        """The units at ``index``."""
-        new = object.__new__(_Units)
-        new.num_steps, new.axis, new._sizes = self.num_steps, self.axis, self._sizes[index]
-        rows = Ragged(np.arange(len(self.batch)), self._sizes).rows(index).values
-        new.batch, new._places = self.batch.rows(rows), self._places.rows(rows)
-        return new
-
-    def time_columns(self, written: Mapping[str, np.ndarray]) -> Batch:
-        return Batch({name: self.axis.like(values) for name, values in written.items()}, len(self.axis))
-
-
-def _rows(has_steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, rows of each unit): every row by itself."""
-    kept = np.flatnonzero(has_steps)
-    return kept, np.ones(len(kept), np.int64)
-
-
-def _groups(batch: Batch, has_steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, rows of each unit): rows of equal ``group_id`` side by side."""
-    _, group, sizes = np.unique(batch["group_id"], return_inverse=True, return_counts=True)
-    whole = np.bincount(group, weights=has_steps, minlength=len(sizes)) == sizes
-    rows = np.argsort(group, kind="stable")
-    return rows[whole[group[rows]]], sizes[whole].astype(np.int64)

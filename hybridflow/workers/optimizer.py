@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -69,6 +69,20 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
+    def sum_gradients(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Replace every gradient by its sum ``over_ranks``, which is called once, with all of them in a flat fp32 tensor.
+
+        A rank that has none for a parameter adds zeros. Where no rank has one, there is none afterwards, so that the
+        parameter stays untouched as it does in one process.
+        """
+        masters = list(self.masters.values())
+        here = torch.tensor([float(master.grad is not None) for master in masters], device=masters[0].device)
+        flat = torch.cat([here, *(_flat_gradient(master) for master in masters)])
+        self.zero_grad()
+        there, *parts = torch.split(over_ranks(flat), [len(masters), *(master.numel() for master in masters)])
+        for master, part, count in zip(masters, parts, there.tolist(), strict=True):
+            master.grad = part.view_as(master) if count else None
+
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
@@ -129,6 +143,10 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
             module.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(["optimizer.freeze: the patterns freeze every parameter; nothing would be trained"])
+
+
+def _flat_gradient(master: Tensor) -> Tensor:
+    return torch.zeros_like(master).flatten() if master.grad is None else master.grad.flatten()
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

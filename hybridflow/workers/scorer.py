@@ -58,7 +58,7 @@ class RewardScorer:
     def _observe(self, results: list[RewardResult], failed: np.ndarray, scores: np.ndarray) -> None:
         add, good = self.context.metrics.add, scores[~failed].astype(np.float64)
         add("mean", good.sum(), len(good))
-        add("std", good.std() if len(good) else 0.0)
+        self.context.metrics.deviation("std", good)
         add("failed", failed.sum())
         for result in results:
             for name, value in result.metrics.items():
@@ -106,7 +106,7 @@ class RewardModelScorer:
             raise NonFiniteError(f"the reward model gives row {int((~np.isfinite(scores)).argmax())} no finite score")
         exact = scores.astype(np.float64)
         self.context.metrics.add("mean", exact.sum(), len(exact))
-        self.context.metrics.add("std", exact.std() if len(exact) else 0.0)
+        self.context.metrics.deviation("std", exact)
         failed = batch["score_failed"] if self.second else np.zeros(len(batch), bool)
         return Batch({"scores": scores, "score_failed": failed}, len(batch))
 

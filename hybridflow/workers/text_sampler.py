@@ -21,7 +21,7 @@ __all__ = ["PolicySource", "TextSampler"]
 
 
 class PolicySource(Protocol):
-    """Where a sampler reads its networks: a learner in the same process."""
+    """Where a sampler reads its networks: a learner in the same process, or a replica of one elsewhere."""
 
     networks: dict[str, nn.Module]
     version: int

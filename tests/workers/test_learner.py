@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.units import Pulled, Units
 
 SPEC = DecoderSpec("llama", 19, 16, 32, 2, 4, 2, 4, 64)
 
@@ -114,9 +116,9 @@ def test_minibatches_are_dealt_by_seed_and_cover_everything() -> None:
     one = learner(plan=UpdatePlan(minibatches=3, epochs=2, token_budget=12))
     original = one._minibatch
 
-    def record(units: object, *rest: object) -> None:
-        seen.append(units.batch["sample_id"].tolist())  # type: ignore[attr-defined]
-        original(units, *rest)  # type: ignore[arg-type]
+    def record(whole: Units, part: Pulled, *rest: Any) -> list[torch.Tensor]:
+        seen.append(part.batch["sample_id"].tolist())
+        return original(whole, part, *rest)
 
     one._minibatch = record  # type: ignore[method-assign]
     one.update(batch(), LOSSES[0])
@@ -219,7 +221,12 @@ def test_activation_checkpointing_changes_memory_and_nothing_else() -> None:
 
 def test_every_update_deals_its_minibatches_anew() -> None:
     one, dealt = learner(plan=UpdatePlan(minibatches=4)), []
-    one._minibatch = lambda units, *_: dealt.append(units.batch["sample_id"].tolist())  # type: ignore[method-assign]
+
+    def record(_: Units, part: Pulled, *rest: Any) -> list[torch.Tensor]:
+        dealt.append(part.batch["sample_id"].tolist())
+        return []
+
+    one._minibatch = record  # type: ignore[method-assign]
     one.update(batch(), LOSSES[0])
     one.update(batch(), LOSSES[0])
     assert dealt[:4] != dealt[4:]

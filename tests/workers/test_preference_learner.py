@@ -13,6 +13,7 @@ from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.ops.preference import dpo, ipo, kto, pairwise
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan, action_columns
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.units import Units
 
 LOSSES = [
     pairwise.bind(),
@@ -100,16 +101,12 @@ def test_a_pair_with_a_row_that_was_dropped_has_no_part() -> None:
 
 def test_groups_of_any_size_weigh_their_rows_times_the_longest() -> None:
     data = batch(5).with_columns(group_id=np.array([1, 0, 1, 1, 0]))
-    from hybridflow.workers.learner import _Units
-
-    units, lengths = _Units(data, "group"), data.lengths
-    assert len(units) == 2 and units.batch["sample_id"].tolist() == [1, 4, 0, 2, 3]
-    assert units.lengths.tolist() == [2 * max(lengths[[1, 4]]), 3 * max(lengths[[0, 2, 3]])]
-    second = units.rows(np.array([1]))
-    assert (
-        second.batch["sample_id"].tolist() == [0, 2, 3]
-        and second.num_actions == data.rows([0, 2, 3])["response_mask"].values.sum()
-    )
+    units, lengths = Units.of(data, "group"), data.lengths
+    assert [rows.tolist() for rows in units.rows] == [[1, 4], [0, 2, 3]]
+    assert units.weights.tolist() == [2 * max(lengths[[1, 4]]), 3 * max(lengths[[0, 2, 3]])]
+    second = units.load(data, np.array([1]))
+    assert second.batch["sample_id"].tolist() == [0, 2, 3]
+    assert second.units.num_actions == data.rows([0, 2, 3])["response_mask"].values.sum()
 
 
 def test_own_log_probs_and_scores_are_those_of_the_models() -> None:
