@@ -6,7 +6,7 @@ and tokenizer are the real ones: the rows of the first step say how many and how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from hybridflow.build import make_algorithm, make_makers, make_parts
 from hybridflow.config import RunConfig
 from hybridflow.controller.trace_runtime import TraceRuntime, Workload
 from hybridflow.core.batch import Batch
-from hybridflow.core.graph import Graph, RoleSize
+from hybridflow.core.graph import DRIVER, Graph, PoolSize, RoleSize
+from hybridflow.core.placement import ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.rollout.buffer import REPLAYED
@@ -41,8 +42,7 @@ def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
         names = ("sample_id", *REPLAYED)
         batch = runtime.resample("replay", "sample", batch.select(REPLAYED), names, config.replay.batch_size)
     algorithm.learn(batch)
-    where = str(config.torch_device)
-    runtime.graph.roles = [_role_size(role, runtime, where) for role in runtime.roles.values()]
+    _place(runtime, config)
     return runtime.graph
 
 
@@ -62,6 +62,35 @@ def _demonstrations(makers: Mapping[str, Callable[[], Any]], runtime: TraceRunti
     return {"demonstrations": make}
 
 
+def _place(runtime: TraceRuntime, config: RunConfig) -> None:
+    """What the roles hold and where, into the graph."""
+    placed, graph, where = config.placed, runtime.graph, str(config.torch_device)
+    for role in runtime.roles.values():
+        size = _role_size(role, runtime, where)
+        pool, mesh = placed.pool_of(role.name), placed.mesh_of(role.name, role.max_workers)
+        learner = runtime.shared.get(role.name, role.name)
+        if placed.pool_of(learner) != pool:
+            copied = _network_bytes(runtime.roles[learner])
+            size = replace(size, model=f"a copy of the {learner}'s", copy_of=learner, weight_bytes=copied)
+        if size.where == DRIVER and config.runtime.kind == "ray":
+            size = replace(size, where="cpu")
+        graph.roles.append(replace(size, pool=pool.name, mesh=str(mesh)))
+    if config.runtime.kind == "ray":
+        graph.pools = [_pool_size(pool, graph.roles) for pool in placed.pools]
+
+
+def _network_bytes(learner: Role[Any]) -> int:
+    """Of the network that a sampler uses."""
+    networks = learner.args["networks"]
+    return sum(parameter.nbytes for parameter in networks.build()[networks.main].parameters())
+
+
+def _pool_size(pool: ResourcePool, roles: Sequence[RoleSize]) -> PoolSize:
+    there = [role for role in roles if role.pool == pool.name]
+    sizes = (sum(getattr(role, f"{name}_bytes") for role in there) for name in ("weight", "gradient", "optimizer"))
+    return PoolSize(pool.name, pool.nodes, tuple(role.name for role in there), *sizes)
+
+
 def _role_size(role: Role[Any], runtime: TraceRuntime, where: str) -> RoleSize:
     worker = role.worker.__name__
     if role.name in runtime.shared:
@@ -70,7 +99,7 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str) -> RoleSize:
     if "specs" in role.args:
         return RoleSize(role.name, worker, "own processes", ", ".join(spec.function for spec in role.args["specs"]))
     if "networks" not in role.args:
-        return RoleSize(role.name, worker, "driver", "")
+        return RoleSize(role.name, worker, DRIVER, "")
     return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args)
 
 

@@ -6,18 +6,30 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.build_trace import trace
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import UserError
 from hybridflow.core.files import write_whole
 from hybridflow.core.graph import Call, Graph, RoleSize
-from hybridflow.telemetry.graph_picture import call_size, count, dot, graph_page, memory
+from hybridflow.telemetry.graph_picture import dot, graph_page
+from hybridflow.telemetry.graph_tables import (
+    HELD,
+    PASSES,
+    STAGES,
+    call_size,
+    count,
+    memory,
+    pool_table,
+    stage_table,
+    transfer_table,
+)
 
 __all__ = ["graph"]
 
 Form = Literal["text", "json", "dot"]
+MEMORY = ("weights", "gradients", "optimizer")
 
 
 def graph(path: Path, overrides: Sequence[str], form: Form, html: Path | None) -> None:
@@ -33,25 +45,42 @@ def graph(path: Path, overrides: Sequence[str], form: Form, html: Path | None) -
             raise UserError(f"graph: can't write {html} ({error.strerror}); choose another output file") from None
         print(html)
     elif form == "json":
-        print(json.dumps({"algorithm": config.algorithm, **asdict(traced)}, indent=2))
+        print(json.dumps(_data(config, traced), indent=2))
     elif form == "dot":
         print(dot(traced, config.algorithm))
     else:
         print("\n".join(_text(config, traced)))
 
 
+def _data(config: RunConfig, traced: Graph) -> dict[str, Any]:
+    """The graph, and what follows from it: the numbers of the calls of each stage, and what passes between pools."""
+    stages = [[call.number for call in stage] for stage in traced.stages()]
+    transfers = [asdict(transfer) for transfer in traced.transfers()]
+    return {"algorithm": config.algorithm, **asdict(traced), "stages": stages, "transfers": transfers}
+
+
 def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
     yield _headline(config, traced)
     yield ""
-    yield from _role_table(traced.roles)
+    yield from _role_table(traced)
     called = {call.role for call in traced.calls}
     idle = [role.name for role in traced.roles if role.name not in called]
     if idle:
         yield f"not called in a step: {', '.join(idle)}"
+    if traced.pools:
+        yield from _pools(traced)
     yield ""
     yield "The calls of one step, in order. Bytes leave out text."
     for call in traced.calls:
         yield from _call_lines(call, traced)
+
+
+def _pools(traced: Graph) -> Iterator[str]:
+    """The physical graph, and who runs when."""
+    for title, rows in ((HELD, pool_table(traced)), (PASSES, transfer_table(traced)), (STAGES, stage_table(traced))):
+        yield ""
+        yield title
+        yield from _table(rows, right=(*MEMORY, "bytes"))
 
 
 def _headline(config: RunConfig, traced: Graph) -> str:
@@ -72,33 +101,43 @@ def _headline(config: RunConfig, traced: Graph) -> str:
     return f"{config.algorithm}: a step is {groups}. {lengths}"
 
 
-def _role_table(roles: Sequence[RoleSize]) -> Iterator[str]:
-    header = ("role", "worker", "where", "parameters", "trained", "dtype", "weights", "gradients", "optimizer", "model")
-    rows = [header, *(_role_row(role) for role in roles)]
-    totals = [sum(getattr(role, f"{name}_bytes") for role in roles) for name in ("weight", "gradient", "optimizer")]
-    rows.append(("together", *[""] * 5, *map(memory, totals), ""))
+def _role_table(traced: Graph) -> Iterator[str]:
+    """Where all roles are in one process: without its columns of pools, and with the sums."""
+    header = ("role", "worker", "pool", "mesh", "where", "parameters", "trained", "dtype", *MEMORY, "model")
+    rows = [header, *map(_role_row, traced.roles)]
+    if not traced.pools:
+        sums = [
+            sum(getattr(role, f"{name}_bytes") for role in traced.roles) for name in ("weight", "gradient", "optimizer")
+        ]
+        rows = [row[:2] + row[4:] for row in (*rows, ("together", *[""] * 7, *map(memory, sums), ""))]
+    yield from _table(rows, right=("parameters", "trained", *MEMORY))
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[str]) -> Iterator[str]:
+    """The first row is the header; columns of numbers stand ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            text.rjust(width) if name in header[3:9] and name != "dtype" else text.ljust(width)
-            for name, text, width in zip(header, row, widths, strict=True)
+            text.rjust(width) if name in right else text.ljust(width)
+            for name, text, width in zip(rows[0], row, widths, strict=True)
         ]
         yield "  ".join(cells).rstrip()
 
 
 def _role_row(role: RoleSize) -> tuple[str, ...]:
-    if not role.parameters:
-        return (role.name, role.worker, role.where, *[""] * 6, role.model)
     trained = "frozen" if not role.trained else "all" if role.trained == role.parameters else count(role.trained)
+    network = (count(role.parameters), trained, role.dtype) if role.parameters else ("", "", "")
     sizes = (memory(role.weight_bytes), memory(role.gradient_bytes), memory(role.optimizer_bytes))
-    return (role.name, role.worker, role.where, count(role.parameters), trained, role.dtype, *sizes, role.model)
+    return (role.name, role.worker, role.pool, role.mesh, role.where, *network, *sizes, role.model)
 
 
 def _call_lines(call: Call, traced: Graph) -> Iterator[str]:
-    yield f"{call.number:2}  {call.name}  {call.kind}, {call_size(call, traced.unit)}"
+    protocol = f", {call.protocol}" if traced.pools and call.protocol else ""
+    yield f"{call.number:2}  {call.name}  {call.kind}, {call_size(call, traced.unit)}{protocol}"
     for writer, edges in traced.read_by(call):
-        size = memory(sum(edge.bytes or 0 for edge in edges)) or "text"
-        yield f"      reads {', '.join(edge.column for edge in edges)} from {writer.number} {writer.name}, {size}"
+        size, there = memory(sum(edge.bytes or 0 for edge in edges)) or "text", traced.pool_of(writer)
+        where = f" on {there}" if traced.pools and there != traced.pool_of(call) else ""
+        yield f"      reads {', '.join(edge.column for edge in edges)} from {writer.number} {writer.name}{where}, {size}"
     if call.function:
         yield f"      runs {call.function}{_passes(call, traced.roles)}"
     if call.writes:

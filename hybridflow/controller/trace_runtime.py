@@ -9,7 +9,7 @@ Shapes are means: a response is as long as the workload says, and every row of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -94,6 +94,7 @@ class TraceRuntime:
         columns = {name: self._column(name, len(batch), steps if FIELDS[name].axis == "time" else 1.0) for name in names}
         function = ", ".join(argument.name for argument in arguments if isinstance(argument, Fn))
         new = self._record(role.name, name, verb.kind, function, seen, Batch(columns, len(batch)))
+        self.graph.calls[-1] = replace(self.graph.calls[-1], protocol=verb.protocol.name)
         return new if verb.rows == "new" else batch.with_columns(**new.columns)
 
     @property

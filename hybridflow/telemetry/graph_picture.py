@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from hybridflow.core.graph import Call, Edge, Graph
+from hybridflow.core.graph import Edge, Graph, RoleSize
+from hybridflow.telemetry.graph_tables import (
+    HELD,
+    PASSES,
+    STAGES,
+    call_size,
+    memory,
+    pool_table,
+    stage_table,
+    transfer_table,
+)
 from hybridflow.telemetry.page import escape, page, table
 
-__all__ = ["call_size", "count", "dot", "graph_page", "memory"]
+__all__ = ["dot", "graph_page"]
 
-LANE, ROW, WIDTH, HEIGHT, TOP = 150, 92, 138, 48, 92
+LANE, ROW, WIDTH, HEIGHT, TOP, LINE = 150, 92, 138, 48, 92, 19
 COLORS = {
     "generate": "#3b82f6",
     "reward": "#10b981",
@@ -21,36 +31,20 @@ COLORS = {
 }
 
 
-def memory(size: int) -> str:
-    """Bytes in a unit that people read; empty for none."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B" if size else ""
-
-
-def count(number: int) -> str:
-    """134,515,008 -> 134.5M."""
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.1f}{unit}"
-    return f"{number:,}"
-
-
-def call_size(call: Call, unit: str) -> str:
-    """Rows, and tokens or steps, of a call, and how often a step makes it."""
-    read = f"{'prompt ' if call.kind == 'generate' else ''}{unit}"
-    parts = [f"{call.rows:,} rows"]
-    parts += [f"{number:,} {what}" for number, what in ((call.tokens_in, read), (call.tokens_out, f"new {unit}")) if number]
-    return ", ".join(parts) + (f", {call.times} times" if call.times > 1 else "")
-
-
 def dot(graph: Graph, name: str) -> str:
-    """The graph in Graphviz's language."""
+    """The graph in Graphviz's language, a cluster for each pool."""
     lines = [f"digraph {json.dumps(name)} {{", "  node [shape=box];"]
+    stages = (
+        {call.number: number for number, stage in enumerate(graph.stages(), 1) for call in stage} if graph.pools else {}
+    )
     for call in graph.calls:
-        label = f"{call.number} {call.name}\n{call.kind}, {call_size(call, graph.unit)}"
+        stage = f"stage {stages[call.number]}: " if call.number in stages else ""
+        label = f"{call.number} {call.name}\n{stage}{call.kind}, {call_size(call, graph.unit)}"
         lines.append(f"  n{call.number} [label={json.dumps(label)}, color={json.dumps(COLORS[call.kind])}];")
+    for pool in graph.pools:
+        there = "".join(f" n{call.number};" for call in graph.calls if graph.pool_of(call) == pool.name)
+        label = f"{pool.name}: {sum(pool.nodes)} workers"
+        lines.append(f"  subgraph {json.dumps(f'cluster {pool.name}')} {{ label={json.dumps(label)};{there} }}")
     for call in graph.calls:
         for writer, edges in graph.read_by(call):
             lines.append(f"  n{writer.number} -> n{call.number} [label={json.dumps(_told(edges))}];")
@@ -63,56 +57,70 @@ def _told(edges: list[Edge]) -> str:
 
 
 def graph_page(graph: Graph, title: str, headline: str) -> str:
-    """One HTML file that fetches nothing: the lanes, and every column that passes."""
-    header = ("reader", "column", "type", "bytes", "writer")
-    names = [f"{call.number} {call.name}" for call in graph.calls]
-    rows = [
-        (names[e.reader], e.column, e.dtype, e.bytes if e.bytes is not None else "text", names[e.writer])
-        for e in graph.edges
-    ]
+    """One HTML file that fetches nothing: the lanes, the pools if there are any, and every column that passes."""
     body = [
         f'<h1>{escape(title)}</h1><p class="muted">{escape(headline)}</p>',
         f'<section class="card" style="margin-top:24px; overflow-x:auto">{_svg(graph)}</section>',
-        f'<h2>Columns</h2><section class="card">{table(header, rows)}</section>',
+        *(_pools(graph) if graph.pools else ()),
+        f'<h2>Columns</h2><section class="card">{_columns(graph)}</section>',
     ]
     return page(title, "\n".join(body), ())
 
 
+def _pools(graph: Graph) -> Iterator[str]:
+    told = {"Execution order": (STAGES, stage_table), "Pools": (HELD, pool_table), "Transfers": (PASSES, transfer_table)}
+    for title, (text, rows_of) in told.items():
+        header, *rows = rows_of(graph)
+        shown = [[cell or "–" for cell in row] for row in rows]
+        yield f'<h2>{title}</h2><p class="muted">{escape(text)}</p><section class="card">{table(header, shown)}</section>'
+
+
+def _columns(graph: Graph) -> str:
+    header = ("reader", "column", "type", "bytes", "writer")
+    names = [f"{call.number} {call.name}" + (f" on {graph.pool_of(call)}" if graph.pools else "") for call in graph.calls]
+    return table(
+        header,
+        [
+            (names[e.reader], e.column, e.dtype, e.bytes if e.bytes is not None else "text", names[e.writer])
+            for e in graph.edges
+        ],
+    )
+
+
 def _svg(graph: Graph) -> str:
-    lanes = list(dict.fromkeys(call.role for call in graph.calls))
-    levels = _levels(graph)
-    places = {call.number: (lanes.index(call.role) * LANE, TOP + levels[call.number] * ROW) for call in graph.calls}
-    width, height = len(lanes) * LANE, TOP + (max(levels.values()) + 1) * ROW
+    """Lanes of one pool stand together. A row is a stage; without pools, what could run side by side if there were some."""
+    lanes: dict[str, str] = {call.role: graph.pool_of(call) if graph.pools else call.role for call in graph.calls}
+    pools = list(dict.fromkeys(lanes.values()))
+    lanes = dict(sorted(lanes.items(), key=lambda lane: pools.index(lane[1])))
+    order, top = list(lanes), TOP + (LINE if graph.pools else 0)
+    levels = graph.levels(graph.pool_of if graph.pools else lambda call: call.role)
+    places = {call.number: (order.index(call.role) * LANE, top + levels[call.number] * ROW) for call in graph.calls}
+    width, height = len(lanes) * LANE, top + (max(levels.values()) + 1) * ROW
     parts = [*_lanes(graph, lanes, height), *_curves(graph, places, levels), *_boxes(graph, places)]
     shown = f'style="width:100%; min-width:{width * 3 // 4}px; max-width:{width}px" font-family="inherit" font-size="12"'
     hover = "<style>path:hover { opacity: 1; stroke-width: 4 }</style>"
     return f'<svg viewBox="0 0 {width} {height}" {shown}>{hover}{"".join(parts)}</svg>'
 
 
-def _levels(graph: Graph) -> dict[int, int]:
-    """How far down a call stands: below all that it reads from, and below its role's calls before it."""
-    levels: dict[int, int] = {}
-    last: dict[str, int] = {}
-    for call in graph.calls:
-        above = [levels[writer.number] for writer, _ in graph.read_by(call)]
-        levels[call.number] = last[call.role] = max([*above, last.get(call.role, -1)], default=-1) + 1
-    return levels
-
-
-def _lanes(graph: Graph, lanes: list[str], height: int) -> Iterator[str]:
-    roles = {role.name: role for role in graph.roles}
-    for index, name in enumerate(lanes):
-        x = index * LANE
+def _lanes(graph: Graph, lanes: Mapping[str, str], height: int) -> Iterator[str]:
+    """``lanes``: role and what it shares its background with."""
+    roles, shared = {role.name: role for role in graph.roles}, list(lanes.values())
+    for index, background in enumerate(dict.fromkeys(shared)):
         if index % 2 == 0:
-            yield f'<rect x="{x}" y="0" width="{LANE}" height="{height}" rx="8" fill="var(--soft)"/>'
-        lines = [name]
-        if name in roles:
-            role = roles[name]
-            held = memory(role.weight_bytes + role.gradient_bytes + role.optimizer_bytes)
-            lines += [role.model.rsplit(":", 1)[-1], f"{role.where}{', ' + held if held else ''}"]
-        for line, text in enumerate(lines):
+            place = f'x="{shared.index(background) * LANE}" y="0" width="{shared.count(background) * LANE}"'
+            yield f'<rect {place} height="{height}" rx="8" fill="var(--soft)"/>'
+    for index, name in enumerate(lanes):
+        for line, text in enumerate([name, *(_held(roles[name], graph) if name in roles else ())]):
             style = 'font-weight="650" font-size="14" fill="var(--text)"' if line == 0 else 'fill="var(--muted)"'
-            yield f'<text x="{x + 12}" y="{26 + 19 * line}" {style}>{escape(text)}</text>'
+            yield f'<text x="{index * LANE + 12}" y="{26 + LINE * line}" {style}>{escape(text)}</text>'
+
+
+def _held(role: RoleSize, graph: Graph) -> list[str]:
+    """What is said of a role under its name."""
+    held = memory(role.weight_bytes + role.gradient_bytes + role.optimizer_bytes)
+    pool = f"pool {role.pool}{', ' + role.mesh if role.mesh != '1' else ''}" if graph.pools else ""
+    lines = (pool, role.model.rsplit(":", 1)[-1], f"{role.where}{', ' + held if held else ''}")
+    return [line for line in lines if line]
 
 
 def _curves(graph: Graph, places: dict[int, tuple[int, int]], levels: dict[int, int]) -> Iterator[str]:

@@ -94,6 +94,62 @@ def test_the_page_stands_alone(hybridflow: Program, ppo: Path, tmp_path: Path) -
     assert calls.count("update") == 2 and len(boxes) == len(set(boxes)) == len(calls)
 
 
+POOLS = ["--runtime.kind", "ray", "--placement.pools.train", "2", "--placement.pools.rest", "[1, 1]"]
+for _role, _pool in {"actor": "train", "critic": "rest", "reference": "rest", "reward": "rest"}.items():
+    POOLS += [f"--placement.roles.{_role}", _pool]
+
+
+def test_pools_are_told_with_what_they_hold_and_who_runs_when(hybridflow: Program, ppo: Path) -> None:
+    code, out, err = hybridflow("graph", ppo, *POOLS)
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["sampler"][:4] == ["sampler", "TextSampler", "train", "dp"]
+    assert rows["estimator"] == ["estimator", "EstimatorWorker", "train", "1", "cpu"] and "together" not in rows
+    assert re.search(r"\nrest +1 \+ 1 +[\d.]+ kB .* reward, reference, critic\n", out)
+    order = [re.split(r" {2,}", line) for line in out.split("\nstage ")[1].split("\n\n")[0].splitlines()[1:]]
+    assert order == [
+        ["1", "sampler.rollout"],
+        ["2", "reward.score"],
+        ["3", "reference.score"],
+        ["4", "critic.compute_values"],
+        ["5", "estimator.compute"],
+        ["6", "actor.update", "critic.update"],
+    ]
+    assert "actor.update  train, 8 rows, 64 tokens, VIEW\n" in out
+    assert re.search(r"      reads response_mask from 2 reward.score on rest, \d+ B\n", out)
+    local = hybridflow("graph", ppo).out
+    assert " pool " not in local and "VIEW" not in local and len(local) < len(out)
+
+
+def test_a_sampler_away_from_its_learner_has_a_copy_that_is_sent(hybridflow: Program, ppo: Path) -> None:
+    arguments = (ppo, *POOLS, "--placement.roles.sampler", "rest")
+    assert re.search(r"\ntrain +rest +weights +[\d.]+ kB\n", hybridflow("graph", *arguments).out)
+    told = json.loads(hybridflow("graph", *arguments, "--json").out)
+    roles, pools = ({part["name"]: part for part in told[name]} for name in ("roles", "pools"))
+    assert (roles["sampler"]["copy_of"], roles["sampler"]["weight_bytes"]) == ("actor", roles["actor"]["weight_bytes"])
+    held = sum(roles[name]["weight_bytes"] for name in ("reference", "critic", "sampler"))
+    assert pools["rest"]["weight_bytes"] == held and pools["rest"]["nodes"] == [1, 1]
+    assert told["calls"][1]["protocol"] == "THREE_D_ALL_MICRO_DP" and told["stages"][0] == [1]
+    [weights] = [transfer for transfer in told["transfers"] if transfer["what"] == "weights"]
+    assert weights == {"source": "train", "target": "rest", "what": "weights", "bytes": roles["actor"]["weight_bytes"]}
+
+
+def test_dot_and_page_show_the_pools(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
+    out = hybridflow("graph", ppo, *POOLS, "--dot").out
+    clusters = re.findall(r'\n  subgraph "cluster (\w+)" { label="\1: 2 workers";((?: n\d;)+) }', out)
+    assert clusters == [("train", " n1; n5; n7;"), ("rest", " n2; n3; n4; n6;")]
+    assert r'n6 [label="6 critic.update\nstage 6: train, ' in out and 'n0 [label="0 data.prompts\\nsource' in out
+    assert hybridflow("graph", ppo, *POOLS, "--html", tmp_path / "graph.html").code == 0
+    page = (tmp_path / "graph.html").read_text()
+    assert page.count(">pool train, dp 2</text>") == 2 and page.count(">pool rest, dp 2</text>") == 2
+    lanes = re.findall(r'font-size="14" fill="var\(--text\)">(\w+)<', page)
+    assert lanes == ["data", "sampler", "estimator", "actor", "reward", "reference", "critic"]
+    heights = re.findall(r'y="(\d+)" font-weight="600" fill="var\(--text\)">\d \w+<', page)
+    assert len(heights) == 8 and heights[6] == heights[7], "the updates are side by side"
+    assert len(set(heights)) == 7
+    assert all(f"<h2>{title}</h2>" in page for title in ("Execution order", "Pools", "Transfers"))
+
+
 def test_mistakes_are_told_in_one_line(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
     for arguments, told in (
         ((tmp_path / "none.toml",), "no such file"),

@@ -195,6 +195,45 @@ def test_the_configuration_knows_the_roles(config: RunConfig) -> None:
     assert roles.keys() - traced <= {"examiner", *({"reward"} if config.algorithm == "sft" else ())}
 
 
+def on_two_pools(config: RunConfig) -> RunConfig:
+    """Two workers that learn and sample, three for the rest; methods with an actor alone get one pool."""
+    rest = {name: "rest" for name in config.roles() if name not in ("actor", "sampler", "estimator")}
+    placement = {"pools": {"train": 2, "rest": [1, 2]}, "roles": {"actor": "train", **rest}} if rest else {}
+    given = {"runtime": {"kind": "ray"}, "placement": placement}
+    return validate(config.model_dump(include=config.model_fields_set) | given, "test")
+
+
+def test_every_algorithm_has_an_order_of_execution_on_pools(config: RunConfig) -> None:
+    placed = on_two_pools(config).placed
+    graph = trace(on_two_pools(config))
+    stages = {call.number: number for number, stage in enumerate(graph.stages()) for call in stage}
+    assert stages.keys() == {call.number for call in graph.calls if call.kind != "source"}
+    for number, stage in enumerate(graph.stages()):
+        pools = [graph.pool_of(call) for call in stage]
+        assert len(pools) == len(set(pools)), "a pool does one thing at a time"
+        for call in stage:
+            writers = [writer.number for writer, _ in graph.read_by(call)]
+            before = [c.number for c in graph.calls[: call.number] if graph.pool_of(c) == graph.pool_of(call)]
+            waited = [stages[other] for other in (*writers, *before) if other in stages]
+            assert max(waited, default=-1) < number
+            assert number == 0 or max(waited) == number - 1, "nobody waits longer than it has to"
+    assert {role.name: role.pool for role in graph.roles}.items() <= placed.roles.items()
+    assert sum(t.bytes for t in graph.transfers()) == sum(
+        (edge.bytes or 0) * graph.calls[edge.reader].times for edge in graph.edges
+    )
+    assert all(call.protocol for call in calls_of(graph))
+
+
+def test_the_same_program_is_traced_wherever_it_runs(config: RunConfig) -> None:
+    local, split = trace(config), trace(on_two_pools(config))
+    assert (local.calls, local.edges) == (split.calls, split.edges)
+    meshes = {role.name: role.mesh for role in split.roles}
+    assert meshes["actor"] == ("dp 2" if len(split.pools) > 1 else "1") and meshes.get("estimator", "1") == "1"
+    assert meshes.get("critic", "dp 3") == "dp 3" and {role.mesh for role in local.roles} == {"1"}
+    held = {pool.name: pool.weight_bytes + pool.optimizer_bytes for pool in split.pools}
+    assert sum(held.values()) == sum(role.weight_bytes + role.optimizer_bytes for role in local.roles)
+
+
 def test_sizes_of_the_roles_are_those_of_the_models(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {role.name: role for role in trace(config).roles}
     run = build_module.build(config)

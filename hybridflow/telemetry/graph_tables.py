@@ -1,0 +1,66 @@
+"""What a call graph says in words and numbers: sizes, pools, what passes between them, and who runs when."""
+
+from __future__ import annotations
+
+from hybridflow.core.graph import DRIVER, Call, Graph
+
+__all__ = ["HELD", "PASSES", "STAGES", "call_size", "count", "memory", "pool_table", "stage_table", "transfer_table"]
+
+Rows = list[tuple[str, ...]]
+
+HELD = "What each worker process of a pool holds."
+PASSES = (
+    "What passes in a step: inside a pool in place or mapped; else mapped on one machine, sent to another. Without text."
+)
+STAGES = "Who runs when: a call starts when what it reads is there and its pool is free. Calls in one row run side by side."
+
+
+def memory(size: int) -> str:
+    """Bytes in a unit that people read; empty for none."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B" if size else ""
+
+
+def count(number: int) -> str:
+    """134,515,008 -> 134.5M."""
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.1f}{unit}"
+    return f"{number:,}"
+
+
+def call_size(call: Call, unit: str) -> str:
+    """Rows, and tokens or steps, of a call, and how often a step makes it."""
+    read = f"{'prompt ' if call.kind == 'generate' else ''}{unit}"
+    parts = [f"{call.rows:,} rows"]
+    parts += [f"{number:,} {what}" for number, what in ((call.tokens_in, read), (call.tokens_out, f"new {unit}")) if number]
+    return ", ".join(parts) + (f", {call.times} times" if call.times > 1 else "")
+
+
+def pool_table(graph: Graph) -> Rows:
+    """With its header: the pools, the roles on them, and what a worker of a pool holds."""
+    rows: Rows = [("pool", "workers", "weights", "gradients", "optimizer", "roles")]
+    for pool in graph.pools:
+        sizes = (memory(pool.weight_bytes), memory(pool.gradient_bytes), memory(pool.optimizer_bytes))
+        rows.append((pool.name, " + ".join(map(str, pool.nodes)), *sizes, ", ".join(pool.roles)))
+    return rows
+
+
+def transfer_table(graph: Graph) -> Rows:
+    """With its header: from where to where how much passes in a step."""
+    passing = [(t.source, t.target, t.what, memory(t.bytes)) for t in graph.transfers() if t.bytes]
+    return [("from", "to", "what", "bytes"), *passing]
+
+
+def stage_table(graph: Graph) -> Rows:
+    """With its header: a row for each stage, a column for each pool, and for the driver if it does more than give rows."""
+    stages = graph.stages()
+    used = {graph.pool_of(call) for stage in stages for call in stage}
+    places = [*([DRIVER] if DRIVER in used else []), *(pool.name for pool in graph.pools)]
+    rows: Rows = [("stage", *places)]
+    for number, stage in enumerate(stages, 1):
+        names = {graph.pool_of(call): call.name for call in stage}
+        rows.append((str(number), *(names.get(place, "") for place in places)))
+    return rows
