@@ -8,6 +8,7 @@ told before any model loads.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
+from hybridflow.core.errors import UserError
 from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
@@ -54,7 +56,7 @@ class Run:
     """A trainer with its runtime and its parts."""
 
     config: RunConfig
-    runtime: LocalRuntime
+    runtime: Runtime
     parts: Parts
     trainer: Trainer
 
@@ -70,14 +72,34 @@ class Run:
 def build(config: RunConfig) -> Run:
     """Make every part of a run."""
     with contextlib.ExitStack() as on_error:
-        runtime = LocalRuntime()
+        runtime = make_runtime(config)
         on_error.callback(runtime.stop)
         parts = make_parts(config, runtime)
         buffer, schedule = _buffer_and_schedule(config, parts)
         algorithm = make_algorithm(config, make_makers(config, parts, runtime))
+        runtime.ready()
         trainer = Trainer(algorithm, parts.source, buffer, schedule, runtime)
         on_error.pop_all()
     return Run(config, runtime, parts, trainer)
+
+
+def make_runtime(config: RunConfig) -> Runtime:
+    """What ``[runtime]`` asks for. Ray starts with the first role, so that mistakes in the data are told before."""
+    if config.runtime.kind == "local":
+        return LocalRuntime()
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('runtime.kind = "ray" needs Ray, which is not installed: pip install "hybridflow[ray]"')
+    from hybridflow.controller.ray_runtime import RayRuntime
+
+    given = config.runtime
+    return RayRuntime(
+        config.placed,
+        address=given.address,
+        slots=given.slots,
+        threads=config.threads,
+        timeout_s=given.timeout_s,
+        gpus=config.torch_device.type == "cuda",
+    )
 
 
 def make_makers(config: RunConfig, parts: Parts, runtime: Runtime) -> dict[str, Callable[[], Any]]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from hybridflow.config import RunConfig
-from hybridflow.controller.actor import InPlaceActor
+from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ModelError
 from hybridflow.core.roles import Role, Runtime
@@ -47,7 +47,7 @@ class EnvironmentParts:
         return {"actor": lambda: self.actor, "critic": self.critic, "scorers": tuple}
 
     @cached_property
-    def actor(self) -> InPlaceActor:
+    def actor(self) -> LinkedActor:
         """The policy, or the action values, with the sampler that steps the environments."""
         config, learns_values = self.config, self.config.algorithm == "dqn"
         build = partial(_actor_networks, self.spaces, config, learns_values)
@@ -56,7 +56,7 @@ class EnvironmentParts:
         exploration = config.exploration if learns_values else None
         learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
         args = {"config": self.environment, "seed": config.seed, "exploration": exploration}
-        return InPlaceActor(self.runtime, learner, Role("sampler", EnvSampler, args))
+        return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, args))
 
     def critic(self) -> Any:
         build = partial(_critic_networks, self.spaces, self.config)

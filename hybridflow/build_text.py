@@ -22,7 +22,7 @@ from hybridflow.build_model import (
     source_like_actor,
 )
 from hybridflow.config import ModelConfig, RunConfig
-from hybridflow.controller.actor import InPlaceActor
+from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError, RewardError, UserError
 from hybridflow.core.roles import Role, Runtime, Scorer
@@ -107,7 +107,7 @@ class TextParts:
         }
 
     @cached_property
-    def actor(self) -> InPlaceActor:
+    def actor(self) -> LinkedActor:
         config, params = self.config, self.sampling_params(self.config.generation.temperature)
         networks = Networks(
             partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",), self.decoder.name
@@ -123,7 +123,7 @@ class TextParts:
             "precision": config.generation.precision,
             "max_length": self._longest() + config.generation.max_new_tokens,
         }
-        return InPlaceActor(self.runtime, learner, Role("sampler", TextSampler, args))
+        return LinkedActor(self.runtime, learner, Role("sampler", TextSampler, args))
 
     def critic(self) -> Any:
         return self._critic("critic", {})

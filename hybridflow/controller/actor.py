@@ -1,20 +1,44 @@
-"""The actor: a learner and a sampler that share the policy."""
+"""The actor: a learner and a sampler with the same policy."""
 
 from typing import Any
 
-from hybridflow.core.roles import Role, Runtime
+from hybridflow.core.batch import Batch
+from hybridflow.core.roles import Fn, Role, Runtime
 
-__all__ = ["InPlaceActor"]
+__all__ = ["LinkedActor"]
 
 
-class InPlaceActor:
-    """Learner and sampler in one process: the sampler reads the learner's weights where they are, nothing is published."""
+class LinkedActor:
+    """Learner and sampler as one role. Where they live in the same process the sampler reads the learner's weights in
+    place; elsewhere they are published to it, at the first use of the sampler after an update.
+    """
 
     def __init__(self, runtime: Runtime, learner: Role[Any], sampler: Role[Any]) -> None:
-        self.learner, self.sampler = runtime.role(learner), runtime.role(sampler)
-        runtime.share(learner.name, sampler.name)
-        self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend
-        self.compute_log_probs = self.learner.compute_log_probs
+        self.runtime, self._names = runtime, (learner.name, sampler.name)
+        self.learner, self._sampler = runtime.role(learner), runtime.role(sampler)
+        runtime.share(*self._names)
+        self.compute_log_probs, self._stale = self.learner.compute_log_probs, True
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler, with the newest weights."""
+        if self._stale:
+            self.runtime.publish(*self._names)
+            self._stale = False
+        return self._sampler
+
+    def rollout(self, batch: Batch, *params: Any) -> Batch:
+        out: Batch = self.sampler.rollout(batch, *params)
+        return out
+
+    def update(self, batch: Batch, loss: Fn) -> Batch:
+        self._stale = True
+        out: Batch = self.learner.update(batch, loss)
+        return out
+
+    def blend(self, source: str, target: str, weight: float) -> None:
+        self._stale = True
+        self.learner.blend(source, target, weight)
 
     def describe(self) -> str:
         """How large the policy is."""

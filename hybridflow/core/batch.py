@@ -57,6 +57,11 @@ class Batch:
             self._num_rows = len(next(iter(self.columns.values())))
         return self._num_rows
 
+    @property
+    def known_rows(self) -> int | None:
+        """Rows, None as long as the call that makes them has not said how many."""
+        return self._num_rows
+
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 

@@ -9,7 +9,8 @@
     │   ├── CheckpointError  a checkpoint or a run directory
     │   └── ResourceError    memory or disk ran out: what to lower
     ├── ContractError        a program broke the contract of the dataflow (a column missing, undeclared, of the wrong shape)
-    └── NonFiniteError       a loss, gradient or reward is NaN or infinite
+    ├── NonFiniteError       a loss, gradient or reward is NaN or infinite
+    └── WorkerError          a worker process failed, died or was not heard of; exit code 1
 
 Everything else is a bug and shows as a traceback.
 """
@@ -27,6 +28,7 @@ __all__ = [
     "ResourceError",
     "RewardError",
     "UserError",
+    "WorkerError",
 ]
 
 
@@ -44,6 +46,9 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problems,)
 
 
 class ModelError(UserError):
@@ -72,3 +77,7 @@ class ContractError(HybridFlowError):
 
 class NonFiniteError(HybridFlowError):
     """A loss, a gradient or a reward is NaN or infinite; the message names the function and the samples."""
+
+
+class WorkerError(HybridFlowError):
+    """A worker process failed, died or was not heard of; the message says which, at what, on which samples, and how."""

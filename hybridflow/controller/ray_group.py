@@ -1,0 +1,131 @@
+"""Worker groups: the processes of each pool, from finding room for them to their end. Ray starts and watches them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.controller.ray_process import Process, Setup
+from hybridflow.core.errors import UserError
+from hybridflow.core.placement import ResourcePool
+
+__all__ = ["WorkerGroup", "connect", "reserve"]
+
+RESERVE_S = 10.0
+PING_S = 2.0
+
+
+def connect(address: str | None, slots: int) -> bool:
+    """Join the Ray cluster at ``address``, or start a Ray of ``slots`` slots (0: one a core) on this machine alone.
+
+    Returns whether it was started here, so has to be shut down.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first is raised, the others are its consequences
+    quiet = {"logging_level": "ERROR", "log_to_driver": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if address is not None:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                hint = 'start one with "ray start --head", or leave runtime.address out'
+                told = str(error).strip().splitlines()[0]
+                raise UserError(f"runtime.address = {address!r}: no Ray cluster answers there ({told}); {hint}") from None
+            return True
+        local = {"num_cpus": slots or os.cpu_count(), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init(address="local", **local, **quiet)
+    return True
+
+
+def reserve(pools: Sequence[ResourcePool], resource: str) -> dict[str, PlacementGroup]:
+    """Room for every pool, all or nothing. ``resource``: "CPU" or "GPU", of which each worker gets one.
+
+    UserError if the cluster is too small, or if others use what is left.
+    """
+    _check_room(pools, resource)
+    reserved: dict[str, PlacementGroup] = {}
+    for pool in pools:
+        bundles = [{"CPU": float(count)} | ({"GPU": float(count)} if resource == "GPU" else {}) for count in pool.nodes]
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        reserved[pool.name] = group
+        if not group.wait(RESERVE_S):
+            free = int(ray.available_resources().get(resource, 0))
+            for taken in reserved.values():
+                remove_placement_group(taken)
+            raise UserError(
+                f"placement.pools: no room for {pool.name} = {list(pool.nodes)}, {free} {resource} slots are free; "
+                "another job may be using the rest: wait for it, or ask for fewer workers"
+            )
+    return reserved
+
+
+def _check_room(pools: Sequence[ResourcePool], resource: str) -> None:
+    nodes = sorted((int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    wanted, there = sum(pool.size for pool in pools), sum(nodes)
+    told = " + ".join(map(str, nodes))
+    if wanted > there:
+        hint = "raise runtime.slots, or ask for fewer" if len(nodes) == 1 else "add machines, or ask for fewer"
+        raise UserError(f"placement.pools ask for {wanted} workers, but Ray has {there} {resource} slots ({told}); {hint}")
+    for pool in pools:
+        sizes = sorted(pool.nodes, reverse=True)
+        if len(sizes) > len(nodes) or any(size > room for size, room in zip(sizes, nodes, strict=False)):
+            found = f"placement.pools: {pool.name} = {list(pool.nodes)} needs {len(sizes)} machines with so many slots each"
+            raise UserError(f"{found}; Ray has machines with {told} {resource} slots")
+
+
+class WorkerGroup:
+    """The processes of one pool. Make all groups, then ``start`` them together: ``peers`` are the processes of all."""
+
+    def __init__(self, pool: ResourcePool, room: PlacementGroup, setup: Callable[[int], Setup], gpus: bool) -> None:
+        self.pool, self.room = pool, room
+        self.processes: list[Any] = []
+        remote: Any = ray.remote(concurrency_groups={"lane": 2})(Process)
+        for bundle, count in enumerate(pool.nodes):
+            strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle)
+            for _ in range(count):
+                options = {"num_cpus": 1, "num_gpus": int(gpus), "scheduling_strategy": strategy}
+                self.processes.append(remote.options(**options).remote(setup(len(self.processes))))
+
+    def listen(self) -> Any:
+        """A reference to the address at which the group's processes meet; None for a single one."""
+        return self.processes[0].listen.remote() if self.pool.size > 1 else None
+
+    def join(self, address: Any, peers: dict[tuple[str, int], Any]) -> list[Any]:
+        """References that are there when a process is ready."""
+        return [process.join.remote(address, peers) for process in self.processes]
+
+    def name(self, rank: int) -> str:
+        return f"worker {rank} of pool {self.pool.name!r}"
+
+    def health(self) -> dict[int, str | None]:
+        """What each process is doing; None for one that doesn't answer."""
+        asked = [process.ping.remote() for process in self.processes]
+        return {rank: _answer(reference) for rank, reference in enumerate(asked)}
+
+    def stacks(self, rank: int) -> str:
+        """Where a process stands."""
+        return _answer(self.processes[rank].stacks.remote()) or "it does not answer"
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self.processes:
+            ray.kill(process)
+        remove_placement_group(self.room)
+
+
+def _answer(reference: Any) -> str | None:
+    try:
+        answer: str = ray.get(reference, timeout=PING_S)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+        return None
+    return answer

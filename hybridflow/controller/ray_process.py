@@ -1,0 +1,331 @@
+"""A worker process on Ray: hosts the workers of every role that is placed on its pool, and runs their calls in order.
+
+It has two lanes. The main one runs calls, one after another. The second serves the others while the first one computes:
+rows of columns that this process made, for readers on other machines; health; stack traces.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayActorError, RayTaskError
+from torch._C._distributed_c10d import TCPStore
+
+from hybridflow.controller.manifest import Manifest, Output, describe, weights
+from hybridflow.core.batch import Batch
+from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
+from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
+from hybridflow.core.metrics import Metrics, Span
+from hybridflow.core.placement import Mesh, Rows
+from hybridflow.core.roles import Role, WorkerContext, verb_of
+
+__all__ = ["Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
+
+RAY_INLINES = 100 * 1024
+Shipped = Any
+"""a column as it is stored: an array, or (values, lengths) of a ragged one"""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def lane(method: Method) -> Method:
+    """Run a method of ``Process`` on its second lane."""
+    return cast(Method, ray.method(concurrency_group="lane")(method))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to know of the run and of itself."""
+
+    pool: str
+    rank: int
+    size: int
+    threads: int
+    folder: str
+    timeout_s: float
+    loopback: bool
+
+
+@dataclass(frozen=True)
+class OutputRefs:
+    """An output that may not be there yet: references to its manifests and columns, or the values themselves."""
+
+    writer: str
+    manifests: Sequence[Any]
+    columns: Mapping[str, Sequence[Any]]
+
+    def only(self, names: Sequence[str]) -> OutputRefs:
+        return replace(self, columns={name: self.columns[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Call:
+    """A verb to run. ``columns``: of each column that it reads, (number of the output, its name there) of every part, and
+    its places (None: all rows)."""
+
+    role: str
+    verb: str
+    arguments: tuple[Any, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    outputs: Sequence[OutputRefs]
+    columns: Mapping[str, tuple[tuple[tuple[int, str], ...], Places | None]]
+    num_rows: int | None
+
+
+@dataclass
+class Report:
+    """What a call tells the driver: metrics, its spans (wall-clock seconds), and bytes pulled by the call that wrote them.
+
+    ``inlined_bytes``: of what it returned, what is so small that Ray sends it to the driver at once.
+    """
+
+    metrics: Metrics
+    spans: Sequence[Span]
+    pulled: Mapping[str, int]
+    inlined_bytes: int
+    rss_bytes: int
+
+
+def ship(column: Loaded) -> Shipped:
+    """A column as it is stored. numpy arrays are read back in place, without a copy."""
+    return (column.values, column.lengths) if isinstance(column, Ragged) else column
+
+
+def unship(stored: Shipped) -> Loaded:
+    return Ragged(*stored) if isinstance(stored, tuple) else stored
+
+
+def num_bytes(column: Loaded) -> int:
+    """Bytes of the values; of text and other objects an estimate."""
+    array = column.values if isinstance(column, Ragged) else column
+    if array.dtype != object:
+        return array.nbytes
+    return len(array) * len(pickle.dumps(array[:8].tolist())) // max(1, min(8, len(array)))
+
+
+def local_fetch(reference: Any, rows: Rows) -> Loaded:
+    """Rows of a column whose values are in this machine's object store, or come there as a whole."""
+    stored = ray.get(reference) if isinstance(reference, ray.ObjectRef) else reference
+    return take(unship(stored), rows)
+
+
+class Process:
+    """One operating-system process of a pool; the driver calls its methods through Ray."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        if setup.loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if os.path.isdir(setup.folder):
+            os.chdir(setup.folder)
+            sys.path.insert(0, setup.folder)
+        self.node = ray.get_runtime_context().get_node_id()
+        self.peers: Mapping[tuple[str, int], Any] = {}
+        self.roles: dict[str, tuple[Role[Any], Any, WorkerContext]] = {}
+        self.replicas: dict[str, Any] = {}
+        self.busy = ""
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0 opens the store over which the pool's processes find each other, on a port that the system chooses."""
+        host = "127.0.0.1" if self.setup.loopback else ray.util.get_node_ip_address()
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.socket.bind((host, 0))
+        self.socket.listen()
+        port = self.socket.getsockname()[1]
+        timeout = timedelta(seconds=self.setup.timeout_s)
+        self.store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=self.socket.detach()
+        )
+        return host, port
+
+    def join(self, address: tuple[str, int] | None, peers: Mapping[tuple[str, int], Any]) -> int:
+        """Meet the other processes of the pool, if there are any; the process's id."""
+        torch.set_num_threads(self.setup.threads)
+        self.peers = peers
+        if address is not None:
+            timeout = timedelta(seconds=self.setup.timeout_s)
+            if self.setup.rank:
+                self.store = TCPStore(*address, is_master=False, timeout=timeout)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            size = self.setup.size
+            dist.init_process_group(backend, store=self.store, rank=self.setup.rank, world_size=size, timeout=timeout)
+        return os.getpid()
+
+    def add(self, role: Role[Any], mesh: Mesh) -> None:
+        """Build the worker of a role."""
+        if mesh.dp > 1 and mesh.size != self.setup.size:
+            raise ContractError(f"role {role.name!r}: {mesh.size} workers on a pool of {self.setup.size}")
+        context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=dist.all_reduce if mesh.dp > 1 else None)
+        with self._working(f"{role.name}: start"):
+            self.roles[role.name] = role, role.worker(context, **role.args), context
+
+    def share(self, learner: str, sampler: str) -> None:
+        """Let a sampler read the networks of a learner in this process."""
+        self.roles[sampler][1].attach(self.roles[learner][1])
+
+    def replicate(self, learner: Role[Any], sampler: str) -> None:
+        """Let a sampler read a copy of the networks of a learner that lives elsewhere."""
+        with self._working(f"{sampler}: start"):
+            self.replicas[sampler] = learner.worker.replica(**learner.args)  # type: ignore[attr-defined]
+            self.roles[sampler][1].attach(self.replicas[sampler])
+
+    def weights(self, learner: str) -> Any:
+        """(weights, version) of a learner, for ``load``."""
+        with self._working(f"{learner}.weights"):
+            return self.roles[learner][1].weights()
+
+    def load(self, sampler: str, weights: Any) -> None:
+        """Renew the copy that a sampler reads."""
+        with self._working(f"{sampler}.load"):
+            self.replicas[sampler].load(*weights)
+
+    def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
+        """Call a method that moves no rows; its result, if it is ``wanted``."""
+        with self._working(f"{role}.{method}"):
+            result = getattr(self.roles[role][1], method)(*arguments)
+        return result if wanted else None
+
+    def call(self, call: Call) -> Any:
+        """Run a verb: (report, manifest, one value for each column that it writes)."""
+        role, worker, context = self.roles[call.role]
+        verb = verb_of(getattr(type(worker), call.verb))
+        assert verb is not None, "the driver has checked"
+        where = f"{call.role}.{call.verb}"
+        clock = _Clock(where, f"{self.setup.pool}/{self.setup.rank}")
+        pulled: dict[str, int] = {}
+        batch = self._batch(call, pulled)
+        weighed = weights(batch)  # waits for all inputs
+        clock.lap("queue")
+        rows = verb.protocol.distribute(weighed, context.mesh)[context.rank]
+        own = batch if verb.protocol.view else batch.rows(rows).load().freeze()
+        clock.lap("transfer")
+        with self._working(where, own):
+            new = getattr(worker, call.verb)(own, *call.arguments)
+            if set(new.columns) != set(call.writes):
+                raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(call.writes)}")
+            if verb.rows == "same" and len(new) != len(own):
+                raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
+        clock.lap(verb.kind)
+        manifest = describe(new, rows if verb.rows == "same" else None, self.node, (self.setup.pool, self.setup.rank))
+        metrics = Metrics()
+        metrics.merge(context.metrics, prefix=f"{role.name}/")
+        context.metrics.clear()
+        sizes = [num_bytes(new[name]) for name in call.writes]
+        inlined = sum(size for size in sizes if size < RAY_INLINES)
+        report = Report(metrics, clock.spans, pulled, inlined, psutil.Process().memory_info().rss)
+        return report, manifest, *(ship(new[name]) for name in call.writes)
+
+    def _batch(self, call: Call, pulled: dict[str, int]) -> Batch:
+        """The call's whole batch, of which nothing has been pulled yet."""
+        outputs = [self._output(refs, pulled) for refs in call.outputs]
+        columns = {
+            name: Lazy(tuple((outputs[number], column) for number, column in parts), places)
+            for name, (parts, places) in call.columns.items()
+        }
+        return Batch(columns, call.num_rows if columns else call.num_rows or 0)
+
+    def _output(self, refs: OutputRefs, pulled: dict[str, int]) -> Output:
+        manifests: list[Manifest] = [_get(manifest) for manifest in refs.manifests]
+
+        def fetch(piece: int, name: str, rows: Rows) -> Loaded:
+            column = self._fetch(manifests[piece], refs.columns[name][piece], rows)
+            pulled[refs.writer] = pulled.get(refs.writer, 0) + num_bytes(column)
+            return column
+
+        return Output(manifests, fetch, refs.writer)
+
+    def _fetch(self, manifest: Manifest, reference: Any, rows: Rows) -> Loaded:
+        """Rows of a column: mapped from this machine's store, or sent by who made them, and then only these."""
+        elsewhere = manifest.node != self.node and manifest.worker in self.peers
+        if elsewhere and isinstance(reference, ray.ObjectRef) and len(rows) < manifest.num_rows:
+            try:
+                return unship(ray.get(self.peers[manifest.worker].fetch.remote([reference], rows)))
+            except RayActorError:
+                pass  # it has died, but the machine's object store still has what it made
+        return local_fetch(reference, rows)
+
+    def _working(self, what: str, batch: Batch | None = None) -> _Working:
+        return _Working(self, what, batch)
+
+    # The second lane.
+
+    @lane
+    def fetch(self, reference: Sequence[Any], rows: Rows) -> Shipped:
+        """Rows of a column that is in this machine's store."""
+        return ship(local_fetch(reference[0], rows))
+
+    @lane
+    def ping(self) -> str:
+        """What the main lane is doing; empty if it waits for work."""
+        return self.busy
+
+    @lane
+    def stacks(self) -> str:
+        """Where every thread stands that runs code of the product or below it."""
+        frames, own = sys._current_frames(), threading.get_ident()
+        told = ["".join(traceback.format_stack(frame)[-8:]) for thread, frame in frames.items() if thread != own]
+        return "\n".join(stack for stack in told if "hybridflow" in stack)
+
+
+def _get(reference: Any) -> Any:
+    """A value that may be a reference; where the call that makes it has failed, its own error."""
+    if not isinstance(reference, ray.ObjectRef):
+        return reference
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+class _Clock:
+    """Spans of one call, one behind the other, in wall-clock seconds, which other machines share."""
+
+    def __init__(self, name: str, worker: str) -> None:
+        self.name, self.worker, self.last_s = name, worker, time.time()
+        self.spans: list[Span] = []
+
+    def lap(self, kind: str) -> None:
+        now = time.time()
+        self.spans.append(Span(self.name, kind, self.last_s, now - self.last_s, self.worker))
+        self.last_s = now
+
+
+class _Working:
+    """While a worker runs: says so to who asks on the second lane, and adds to an error where and on what it happened."""
+
+    def __init__(self, process: Process, what: str, batch: Batch | None) -> None:
+        self.process, self.what, self.batch = process, what, batch
+
+    def __enter__(self) -> None:
+        self.process.busy = self.what
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.process.busy = ""
+        if not isinstance(error, Exception) or isinstance(error, HybridFlowError):
+            return
+        setup, told = self.process.setup, "".join(traceback.format_exception(error))
+        where = f"{self.what} failed in worker {setup.rank} of pool {setup.pool!r}{_samples(self.batch)}"
+        raise WorkerError(f"{where}: {type(error).__name__}: {error}\n{told}") from None
+
+
+def _samples(batch: Batch | None) -> str:
+    if batch is None or "sample_id" not in batch or not len(batch):
+        return ""
+    ids = batch["sample_id"].tolist()
+    return f", samples {', '.join(map(str, ids[:8]))}{' ...' if len(ids) > 8 else ''}"
