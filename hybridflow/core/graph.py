@@ -94,8 +94,8 @@ class Edge:
 class Transfer:
     """Bytes that the roles of one pool (or the driver) read of what those of another, or of the same, wrote in a step.
 
-    Each call's reading is counted once, however many ranks share it; text and objects are not. ``what``: "columns", or
-    "weights", which a sampler on another pool than its learner gets.
+    What a call reads is counted once for each time that it was written, however many ranks share it; text and objects are
+    not. ``what``: "columns", or "weights", which a sampler on another pool than its learner gets.
     """
 
     source: str
@@ -155,9 +155,9 @@ class Graph:
         """What passes between pools, and inside them, where source and target are the same."""
         sizes: dict[tuple[str, str, str], int] = {}
         for edge in self.edges:
-            reader = self.calls[edge.reader]
-            way = (self.pool_of(self.calls[edge.writer]), self.pool_of(reader), "columns")
-            sizes[way] = sizes.get(way, 0) + (edge.bytes or 0) * reader.times
+            writer = self.calls[edge.writer]
+            way = (self.pool_of(writer), self.pool_of(self.calls[edge.reader]), "columns")
+            sizes[way] = sizes.get(way, 0) + (edge.bytes or 0) * writer.times
         pools = {role.name: role.pool for role in self.roles}
         for role in self.roles:
             if role.copy_of:

@@ -219,7 +219,7 @@ def test_every_algorithm_has_an_order_of_execution_on_pools(config: RunConfig) -
             assert number == 0 or max(waited) == number - 1, "nobody waits longer than it has to"
     assert {role.name: role.pool for role in graph.roles}.items() <= placed.roles.items()
     assert sum(t.bytes for t in graph.transfers()) == sum(
-        (edge.bytes or 0) * graph.calls[edge.reader].times for edge in graph.edges
+        (edge.bytes or 0) * graph.calls[edge.writer].times for edge in graph.edges
     )
     assert all(call.protocol for call in calls_of(graph))
 
