@@ -89,6 +89,8 @@ class Learner:
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
         """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
+        dealt_by = [name for name in ("sample_id", "response_mask", "group_id") if name in batch]
+        batch = batch.with_columns(**batch.select(dealt_by).load().columns)
         units = Units.of(batch, "group" if loss.per == "group" else self.model.unit)
         epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
         own = np.unique(np.concatenate([part for minibatches in epochs for _, part in minibatches]))

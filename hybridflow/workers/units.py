@@ -1,7 +1,7 @@
 """What minibatches are made of: rows, groups of rows or single steps.
 
-``Units`` are known by index, from the masks (and groups) alone, so every rank can deal the units of a whole batch; ``Pulled``
-are those whose values a rank has pulled.
+``Units`` are known by index, from the masks (and groups) alone, so every rank can deal the units of a whole batch;
+``Pulled`` are those whose values it has pulled.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import ContractError, DataError, NonFiniteError
-from hybridflow.core.roles import WorkerContext, verb_of
+from hybridflow.core.errors import CheckpointError, ContractError, DataError, NonFiniteError
+from hybridflow.core.placement import Mesh
+from hybridflow.core.roles import WorkerContext, control_protocol, verb_of
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.models.nets import NetConfig, make_policy, make_q
@@ -40,14 +42,14 @@ class Line(gymnasium.Env):
 gymnasium.register("HybridflowLine-v0", Line)
 
 
-def sampler_for(config, *, exploration=None, seed=5, version=0):
+def sampler_for(config, *, exploration=None, seed=5, version=0, rank=0, ranks=1):
     observation_space, action_space = spaces_of(config)
     generator = torch_generator(1, "init")
     if exploration:
         networks = {"q": make_q(observation_space, action_space, NetConfig(hidden=(8,)), generator)}
     else:
         networks = {"policy": make_policy(observation_space, action_space, NetConfig(hidden=(8,)), generator)}
-    sampler = EnvSampler(WorkerContext(), config=config, seed=seed, exploration=exploration)
+    sampler = EnvSampler(WorkerContext(mesh=Mesh(dp=ranks), rank=rank), config=config, seed=seed, exploration=exploration)
     sampler.attach(SimpleNamespace(networks=networks, version=version))
     return sampler
 
@@ -219,3 +221,71 @@ def test_a_reward_that_is_not_finite_stops_with_the_sample():
     config = line(num_envs=2, reward=float("inf"), disable_env_checker=True)
     with pytest.raises(NonFiniteError, match=r"HybridflowLine-v0.*samples 0, 1, 1000000000"):
         sampler_for(config).rollout(rollout_source(config))
+
+
+class Group:
+    """A sampler of several ranks, as a runtime calls it."""
+
+    def __init__(self, config, ranks, state=None):
+        self.workers = [sampler_for(config, rank=rank, ranks=ranks) for rank in range(ranks)]
+        self.mesh = Mesh(dp=ranks)
+        for worker in self.workers if state is not None else ():
+            worker.load_state_dict(state)
+
+    def rollout(self, source):
+        dealt = THREE_D_ALL_MICRO_DP.distribute(source.lengths, self.mesh)
+        parts = [worker.rollout(source.rows(rows)) for worker, rows in zip(self.workers, dealt, strict=True)]
+        return Batch.concat(parts)
+
+    def state_dict(self):
+        assert control_protocol(EnvSampler.state_dict) is ONE_TO_ALL
+        return pickle.loads(pickle.dumps([slot for worker in self.workers for slot in worker.state_dict()]))
+
+
+def saved_slots(state):
+    return sorted(saved["slot"] for saved in state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_slots_go_on_at_any_number_of_ranks(ranks):
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=4, steps_per_rollout=33)
+    source, straight = rollout_source(config), Group(config, 2)
+    straight.rollout(source)
+    state = straight.state_dict()
+    assert saved_slots(state) == [0, 1, 2, 3]
+    resumed = Group(config, ranks, state)
+    again = Group(config, 3, resumed.state_dict())  # saved without a rollout in between
+    assert saved_slots(again.state_dict()) == [0, 1, 2, 3]
+    for _ in range(2):
+        expected = straight.rollout(source)
+        assert_same(expected, resumed.rollout(source), close=("log_probs",))
+        assert_same(expected, again.rollout(source), close=("log_probs",))
+        assert saved_slots(again.state_dict()) == saved_slots(resumed.state_dict()) == [0, 1, 2, 3]
+
+
+def test_slots_that_no_rollout_names_any_more_are_kept_by_one_rank():
+    many = line(num_envs=5)
+    before = Group(many, 2)
+    before.rollout(rollout_source(many))
+    few = line(num_envs=2)
+    resumed = Group(few, 3, before.state_dict())
+    resumed.rollout(rollout_source(few))
+    state = resumed.state_dict()
+    assert saved_slots(state) == [0, 1, 2, 3, 4]
+    steps = {saved["slot"]: saved["state"]["num_steps"] for saved in state}
+    assert steps == {0: 10, 1: 10, 2: 5, 3: 5, 4: 5}
+    back, whole = Group(many, 2, state), rollout_source(many)
+    assert back.rollout(whole)["sample_id"].tolist()[:2] == [5, 6]  # goes on behind five pieces
+
+
+def test_an_environment_that_does_not_come_back_is_told_when_it_is_dealt():
+    config = line(num_envs=2)
+    sampler = sampler_for(config)
+    sampler.rollout(rollout_source(config))
+    state = sampler.state_dict()
+    state[1]["state"]["observation"] += 1
+    resumed = sampler_for(config)
+    resumed.load_state_dict(state)
+    resumed.rollout(rollout_source(config).rows([0]))
+    with pytest.raises(CheckpointError, match="slot 1"):
+        resumed.rollout(rollout_source(config))

@@ -116,3 +116,31 @@ def test_training_bytes_are_those_that_an_optimizer_holds(dtype: torch.dtype) ->
     copies = [master.nbytes for name, master in optimizer.masters.items() if master is not optimizer.parameters[name]]
     assert training_bytes(module) == (gradients, sum(moments) + sum(copies))
     assert bool(copies) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_summed_gradients_leave_alone_what_no_rank_has_a_gradient_for(dtype: torch.dtype) -> None:
+    """Two ranks: the first layer has a gradient on one of them, the last on both, its bias on neither."""
+    modules = [net(dtype) for _ in range(2)]
+    ranks = [Optimizer(module, OptimizerConfig(lr=0.01, weight_decay=0.1), 10) for module in modules]
+    modules[0][2](modules[0][0](torch.ones(3, 4, dtype=dtype))).float().sum().backward()
+    modules[1][2](torch.ones(3, 8, dtype=dtype)).float().sum().backward()
+    for rank in ranks:
+        rank.masters["2.bias"].grad = None
+    grads = [{n: None if m.grad is None else m.grad.clone() for n, m in rank.masters.items()} for rank in ranks]
+    flats: list[torch.Tensor] = []
+    for rank in ranks:
+        rank.sum_gradients(lambda flat: flats.append(flat.clone()) or flat)
+    assert len(flats) == 2 and all(flat.dtype == torch.float32 and flat.is_contiguous() for flat in flats)
+    for rank, kept in zip(ranks, grads, strict=True):
+        for name, master in rank.masters.items():
+            master.grad = kept[name]
+        rank.sum_gradients(lambda flat: flat.copy_(flats[0] + flats[1]))
+        assert rank.masters["2.bias"].grad is None
+        assert torch.equal(rank.masters["0.weight"].grad, grads[0]["0.weight"])
+        assert torch.equal(rank.masters["2.weight"].grad, grads[0]["2.weight"] + grads[1]["2.weight"])
+        before = {name: p.detach().clone() for name, p in rank.parameters.items()}
+        rank.clip()
+        rank.step()
+        assert [name for name, p in rank.parameters.items() if torch.equal(p, before[name])] == ["2.bias"]
+    assert all(torch.equal(a, b) for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True))

@@ -1,0 +1,106 @@
+"""A learner's weights in another process: copied in place, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_learner import LOSSES, SPEC, batch
+from torch import nn
+
+from hybridflow.core.errors import ContractError
+from hybridflow.core.roles import WorkerContext, is_control
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextPolicy
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.replica import Replica
+
+
+class Tied(nn.Module):
+    """A weight under two names, and buffers."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("mean", torch.randn(3, generator=generator))
+        self.register_buffer("count", torch.tensor(7), persistent=False)
+        nn.init.normal_(self.first.weight, generator=generator)
+
+
+def networks(dtype: torch.dtype = torch.float32, tied: bool = True, seed: int = 0) -> Networks:
+    def build() -> dict[str, nn.Module]:
+        model = Decoder(replace(SPEC, tied=tied))
+        init_weights(model, torch.Generator().manual_seed(seed))
+        return {"policy": TextPolicy(model.to(dtype)), "other": nn.Linear(2, 2)}
+
+    return Networks(build, "policy", ("tokens",))
+
+
+def learner(networks: Networks) -> Learner:
+    settings = {"optimizer": OptimizerConfig(lr=0.01), "plan": UpdatePlan(), "total_steps": 10, "seed": 1}
+    return Learner(WorkerContext(), networks=networks, **settings)
+
+
+def shipped(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As another process gets them: read-only."""
+    arrays = pickle.loads(pickle.dumps(weights))
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_replica_has_the_learners_weights_bit_for_bit(dtype: torch.dtype, tied: bool) -> None:
+    one, replica = learner(networks(dtype, tied)), Replica(networks(dtype, tied, seed=1))
+    places = [p.data_ptr() for p in replica.networks["policy"].parameters()]
+    for version in (1, 2):
+        one.update(batch(), LOSSES[0])
+        replica.load(shipped(one.weights()), one.version)
+        assert replica.version == version
+        pairs = zip(one.model.named_parameters(), replica.networks["policy"].named_parameters(), strict=True)
+        assert all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    assert places == [p.data_ptr() for p in replica.networks["policy"].parameters()]
+    assert set(replica.networks) == {"policy"} and is_control(Learner.weights)
+
+
+def test_tied_weights_and_buffers_travel_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = Networks(lambda: {"q": Tied(generator)}, "q", ())
+    one, replica = learner(own), Replica(own)
+    weights = one.weights()
+    assert set(weights) == {"q/first.weight", "q/mean", "q/count"}
+    replica.load(shipped(weights), 1)
+    q: nn.Module = replica.networks["q"]
+    assert q.first.weight is q.second.weight and torch.equal(q.first.weight, one.model.first.weight)
+    assert torch.equal(q.mean, one.model.mean) and int(q.count) == 7
+
+
+def test_weights_on_a_cpu_are_no_copies() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        one = learner(networks(dtype))
+        weights = one.weights()
+        assert all(
+            w.ctypes.data == one.model.get_parameter(n.removeprefix("policy/")).data_ptr() for n, w in weights.items()
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (networks(torch.bfloat16), r"'policy/decoder.embed.weight' is uint16 \[19, 16\], expected float32 \[19, 16\]"),
+        (networks(tied=False), r"'policy/decoder.lm_head.weight' is float32 \[19, 16\], expected none of that name"),
+    ],
+)
+def test_weights_of_another_network_are_refused_whole(given: Networks, message: str) -> None:
+    replica = Replica(networks())
+    before = [p.clone() for p in replica.networks["policy"].parameters()]
+    with pytest.raises(ContractError, match=message):
+        replica.load(learner(given).weights(), 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, replica.networks["policy"].parameters(), strict=True))
+    assert replica.version == 0
