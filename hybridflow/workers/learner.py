@@ -89,8 +89,9 @@ class Learner:
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
         """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
-        dealt_by = [name for name in ("sample_id", "response_mask", "group_id") if name in batch]
-        batch = batch.with_columns(**batch.select(dealt_by).load().columns)
+        dealt_by = batch.select(name for name in ("sample_id", "response_mask", "group_id") if name in batch)
+        if (loaded := dealt_by.load()) is not dealt_by:
+            batch = batch.with_columns(**loaded.columns)
         units = Units.of(batch, "group" if loss.per == "group" else self.model.unit)
         epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
         own = np.unique(np.concatenate([part for minibatches in epochs for _, part in minibatches]))
@@ -109,6 +110,8 @@ class Learner:
         """(all units, those of this rank's block) of every minibatch."""
         order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
         minibatches, (dp, block) = np.array_split(order, self.plan.minibatches), (self.context.mesh.dp, self.context.block)
+        if dp == 1:
+            return [(index, index) for index in minibatches]
         return [(index, index[deal(units.weights[index], dp)[block]]) for index in minibatches]
 
     def _minibatch(
@@ -123,9 +126,10 @@ class Learner:
         drift: list[Tensor] = []
         for index in plan_microbatches(part.units.weights, self.plan.token_budget):
             micro = part.take(index)
-            result = self._loss(micro.batch, loss)
+            seen = micro.batch()
+            result = self._loss(seen, loss)
             total = result.terms.sum() / normaliser
-            self._check_finite(float(total.detach()), f"loss {loss.name}", micro.batch["sample_id"])
+            self._check_finite(float(total.detach()), f"loss {loss.name}", seen["sample_id"])
             total.backward()  # type: ignore[no-untyped-call]
             self._observe(result, loss)
             drift += [] if result.drift is None else [result.drift]
@@ -261,7 +265,7 @@ def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int)
     with torch.no_grad():
         for index in plan_microbatches(units.weights, token_budget):
             micro = pulled.take(index)
-            outputs = model.outputs(micro.batch)
+            outputs = model.outputs(micro.batch())
             for name in names:
                 out[name][micro.units.places.values] = outputs[name].float().cpu().numpy()
     return {name: mask.like(values) for name, values in out.items()}

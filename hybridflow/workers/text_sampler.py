@@ -123,7 +123,7 @@ class TextSampler:
             add("truncated", sum(c.finish == "length" for c in completions), count)
         self.context.metrics.count("tokens", sum(len(c.tokens) for c in completions))
         if self.kv_cache_gb is not None:
-            add("preempted", preempted)
+            self.context.metrics.count("preempted", preempted)
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:

@@ -70,24 +70,29 @@ class Units:
         """The units at ``index`` (ascending), with their values. These have to be all units of ``batch``; no other rows of
         it are pulled."""
         units = self.take(index)
-        if self.kind != "step":
-            return Pulled(units, batch.rows(units.rows.values).load())
         rows = np.unique(units.rows.values)
+        values = (batch if len(rows) == len(batch) else batch.rows(rows)).load()
+        if self.kind != "step":
+            return Pulled(units, values, units.rows.like(np.searchsorted(rows, units.rows.values)))
         pulled = np.flatnonzero(np.isin(self.rows.values, rows))
-        return Pulled(units, batch.rows(rows).load().steps().rows(np.searchsorted(pulled, index)))
+        return Pulled(units, values.steps(), units.rows.like(np.searchsorted(pulled, index)))
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """Units and their values: ``batch`` has the rows (or steps) of each side by side."""
+    """Units and their values: ``index`` [U] are the rows (or steps) of each in ``values``, which may have others too."""
 
     units: Units
-    batch: Batch
+    values: Batch
+    index: Ragged
 
     def take(self, index: Ints) -> Pulled:
         """The units at ``index``."""
-        rows = Ragged(np.arange(len(self.batch)), self.units.rows.lengths).rows(index).values
-        return Pulled(self.units.take(index), self.batch.rows(rows))
+        return Pulled(self.units.take(index), self.values, self.index.rows(index))
+
+    def batch(self) -> Batch:
+        """The rows (or steps) of each unit side by side."""
+        return self.values.rows(self.index.values)
 
 
 def _rows(has_steps: NDArray[np.bool_]) -> tuple[Ints, Ints]:

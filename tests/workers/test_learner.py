@@ -117,7 +117,7 @@ def test_minibatches_are_dealt_by_seed_and_cover_everything() -> None:
     original = one._minibatch
 
     def record(whole: Units, part: Pulled, *rest: Any) -> list[torch.Tensor]:
-        seen.append(part.batch["sample_id"].tolist())
+        seen.append(part.batch()["sample_id"].tolist())
         return original(whole, part, *rest)
 
     one._minibatch = record  # type: ignore[method-assign]
@@ -223,7 +223,7 @@ def test_every_update_deals_its_minibatches_anew() -> None:
     one, dealt = learner(plan=UpdatePlan(minibatches=4)), []
 
     def record(_: Units, part: Pulled, *rest: Any) -> list[torch.Tensor]:
-        dealt.append(part.batch["sample_id"].tolist())
+        dealt.append(part.batch()["sample_id"].tolist())
         return []
 
     one._minibatch = record  # type: ignore[method-assign]

@@ -105,7 +105,7 @@ def test_groups_of_any_size_weigh_their_rows_times_the_longest() -> None:
     assert [rows.tolist() for rows in units.rows] == [[1, 4], [0, 2, 3]]
     assert units.weights.tolist() == [2 * max(lengths[[1, 4]]), 3 * max(lengths[[0, 2, 3]])]
     second = units.load(data, np.array([1]))
-    assert second.batch["sample_id"].tolist() == [0, 2, 3]
+    assert second.batch()["sample_id"].tolist() == [0, 2, 3]
     assert second.units.num_actions == data.rows([0, 2, 3])["response_mask"].values.sum()
 
 

@@ -14,6 +14,7 @@ from hybridflow.core.batch import Batch, Ragged, objects
 from hybridflow.core.errors import NonFiniteError, RewardError
 from hybridflow.core.roles import WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
+from hybridflow.ops.advantages import drop_failed
 from hybridflow.rollout.rewards import RewardConfig
 from hybridflow.workers.learner import Networks
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
@@ -39,10 +40,12 @@ def scorer(tmp_path: Path) -> Iterator[RewardScorer]:
 
 
 @pytest.mark.parametrize("groups", [[-1, -1, 7, 7], ["a", "a", "b", "b"]])
-def test_a_failed_row_takes_the_action_steps_of_its_whole_group(scorer: RewardScorer, groups: list[object]) -> None:
-    out = scorer.score(responses(["abc", "bad", "ab", "a"], groups))
+def test_a_failed_row_has_no_score_and_takes_its_whole_group_out(scorer: RewardScorer, groups: list[object]) -> None:
+    data = responses(["abc", "bad", "ab", "a"], groups)
+    out = scorer.score(data)
     assert out["score_failed"].tolist() == [False, True, False, False]
-    assert [row.any() for row in out.ragged("response_mask")] == [False, False, True, True]
+    dropped = drop_failed(data.with_columns(**out.columns), ("score_failed",))["response_mask"]
+    assert [row.any() for row in dropped] == [False, False, True, True]
     assert out["scores"][[0, 2, 3]].tolist() == [3.0, 2.0, 1.0]
     means = scorer.context.metrics.values()
     assert means["failed"] == 1 and means["mean"] == 2.0
@@ -79,32 +82,15 @@ def test_a_frozen_model_scores_rows_that_nobody_sampled() -> None:
     assert scorer.context.metrics.values() == {}
 
 
-def test_a_second_scorer_adds_its_failures_to_those_of_the_first(scorer: RewardScorer, tmp_path: Path) -> None:
-    (tmp_path / "g.py").write_text(SOURCE.replace("'bad'", "'worse'"))
-    config = RewardConfig(functions=(f"{tmp_path / 'g.py'}:f",), max_failed_fraction=0.4, workers=1)
-    second = RewardScorer(WorkerContext(), specs=config.specs(), config=config, second=True)
-    try:
-        data = responses(["bad", "a", "worse", "b", "c", "d"], [1, 1, 2, 2, 3, 3])
-        first = scorer.score(data)
-        out = second.score(data.with_columns(**first.columns))
-    finally:
-        second.close()
-    assert out["score_failed"].tolist() == [True, False, True, False, False, False]
-    assert [row.any() for row in out.ragged("response_mask")] == [False] * 4 + [True] * 2
-    assert second.context.metrics.values()["failed"] == 1
-
-
 def reward_model(scale: float = 1.0) -> Networks:
     body = decoder()
     head = fresh_score(body, torch.Generator().manual_seed(1)) * scale
     return Networks(lambda: {"reward": TextReward(body, head)}, "reward", ("tokens",))
 
 
-def reward_scorer(networks: Networks | None = None, token_budget: int = 100, second: bool = False) -> RewardModelScorer:
+def reward_scorer(networks: Networks | None = None, token_budget: int = 100) -> RewardModelScorer:
     networks = networks or reward_model()
-    return RewardModelScorer(
-        WorkerContext(), networks=networks, token_budget=token_budget, end_tokens=(18, 17), second=second
-    )
+    return RewardModelScorer(WorkerContext(), networks=networks, token_budget=token_budget, end_tokens=(18, 17))
 
 
 def test_a_reward_model_scores_each_row_however_rows_are_split() -> None:
@@ -126,15 +112,6 @@ def test_a_reward_model_reads_every_row_as_it_was_trained_with_one_end_token() -
     data = Batch({"tokens": Ragged.from_rows(ends, np.int64)})
     trained = reward_model().build()["reward"].outputs(data.rows([1]))["scores"].item()
     np.testing.assert_allclose(reward_scorer().score(data)["scores"], [trained] * 3, atol=1e-6)
-
-
-def test_a_reward_model_keeps_the_failures_of_the_scorer_before_it() -> None:
-    data = batch(3)
-    failed = np.array([True, False, False])
-    second = reward_scorer(second=True)
-    assert second.score(data.with_columns(score_failed=failed))["score_failed"].tolist() == [True, False, False]
-    first = reward_scorer()
-    assert not first.score(data)["score_failed"].any()
 
 
 def test_a_reward_model_that_gives_no_number_stops() -> None:

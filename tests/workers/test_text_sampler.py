@@ -1,0 +1,55 @@
+"""Rollouts of a language model, however its prompts are dealt to ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_learner import SPEC, decoder
+
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.roles import WorkerContext, verb_of
+from hybridflow.data.text import Tokenizer
+from hybridflow.generation.request import SamplingParams
+from hybridflow.models.policy import TextPolicy
+from hybridflow.workers.text_sampler import TextSampler
+
+
+def sampler(kv_cache_gb: float | None = None) -> TextSampler:
+    tokenizer = Tokenizer.characters("0123456789abcdef")
+    assert tokenizer.vocab_size <= SPEC.vocab_size
+    params = SamplingParams(max_new_tokens=6)
+    settings = {"tokenizer": tokenizer, "params": params, "seed": 1, "max_slots": 3, "kv_cache_gb": kv_cache_gb}
+    made = TextSampler(WorkerContext(), **settings)
+    made.attach(SimpleNamespace(networks={"policy": TextPolicy(decoder())}, version=4))
+    return made
+
+
+def prompts() -> Batch:
+    rows = [[3, 4, 5], [6], [3, 4, 5], [7, 8], [9, 3, 4, 5]]
+    return Batch({"prompt": Ragged.from_rows(rows, np.int64), "sample_id": np.arange(5) + 7})
+
+
+@pytest.mark.parametrize("kv_cache_gb", [None, 0.001])
+def test_responses_and_metrics_do_not_depend_on_how_prompts_are_dealt(kv_cache_gb: float | None) -> None:
+    whole, merged, parts = sampler(kv_cache_gb), Metrics(), []
+    together = whole.rollout(prompts())
+    for rows in ([0, 3], [], [1, 2, 4]):
+        rank = sampler(kv_cache_gb)
+        parts.append(rank.rollout(prompts().rows(np.array(rows, np.int64))))
+        merged.merge(rank.context.metrics)
+    apart = Batch.concat(parts).rows([0, 2, 3, 1, 4])
+    for name in ("tokens", "policy_version", "response_mask"):
+        np.testing.assert_array_equal(apart[name].values, together[name].values)
+    np.testing.assert_allclose(apart["log_probs"].values, together["log_probs"].values, atol=1e-6)
+    assert apart["response"].tolist() == together["response"].tolist()
+    assert merged.values() == whole.context.metrics.values() and merged.values()["tokens"] > 5
+
+
+def test_no_prompts_give_empty_columns_of_the_right_types() -> None:
+    one = sampler()
+    empty = one.rollout(prompts().rows(np.zeros(0, np.int64)))
+    assert len(empty) == 0 and set(empty.columns) == set(verb_of(TextSampler.rollout).writes)
+    assert one.context.metrics.values() == {"tokens": 0.0}
