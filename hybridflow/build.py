@@ -39,8 +39,12 @@ __all__ = ["Parts", "Run", "build", "make_algorithm", "make_makers", "make_objec
 class Parts(Protocol):
     """Makes what an algorithm needs, for language models or for environments.
 
-    ``source`` is what rollouts start from; ``evaluate`` is None where nothing can be evaluated.
+    ``source`` is what rollouts start from; ``evaluate`` is None where nothing can be evaluated. ``failures``: columns in
+    which scorers say on which rows they failed.
     """
+
+    @property
+    def failures(self) -> tuple[str, ...]: ...
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None: ...
@@ -107,7 +111,7 @@ def make_makers(config: RunConfig, parts: Parts, runtime: Runtime) -> dict[str, 
     return {
         **parts.makers(),
         "estimator": lambda: runtime.role(Role("estimator", EstimatorWorker, max_workers=1)),
-        "objective": lambda: make_objective(config),
+        "objective": lambda: make_objective(config, parts.failures),
     }
 
 
@@ -133,7 +137,7 @@ def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Sched
     return Fifo(), Synchronous()
 
 
-def make_objective(config: RunConfig) -> Objective:
+def make_objective(config: RunConfig, failures: tuple[str, ...] = ()) -> Objective:
     """The policy loss, the KL and the shaping that policy-gradient methods share."""
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
     return Objective(
@@ -143,6 +147,7 @@ def make_objective(config: RunConfig) -> Objective:
         kl_where=algorithm.kl_where,
         max_new_tokens=config.generation.max_new_tokens,
         samples_per_step=config.train.prompts_per_step * config.train.group_size,
+        failures=failures,
     )
 
 

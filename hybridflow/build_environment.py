@@ -31,6 +31,8 @@ WEIGHTS = "policy.safetensors"
 class EnvironmentParts:
     """Makes actor and critic for the environment's spaces. The actor is "q" with its "target" for Q-learning."""
 
+    failures: tuple[str, ...] = ()
+
     def __init__(self, config: RunConfig, environment: EnvironmentConfig, runtime: Runtime) -> None:
         self.config, self.environment, self.runtime = config, environment, runtime
         self.spaces = spaces_of(environment)

@@ -37,6 +37,8 @@ __all__ = ["PairParts"]
 class PairParts:
     """Makes actor and reference, cheap things first: data and tokenizer before any weights."""
 
+    failures: tuple[str, ...] = ()
+
     def __init__(self, config: RunConfig, data: DataConfig, runtime: Runtime) -> None:
         self.config, self.runtime, self.scores = config, runtime, config.algorithm == "reward_model"
         train, held_out = load_pairs(data)

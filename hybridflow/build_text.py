@@ -66,6 +66,12 @@ class TextParts:
     def has_reward(self) -> bool:
         return bool(self._reward_specs() or self.config.reward.model)
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        sections = self.config.sections()
+        also = {"cost_failed": "cost" in sections, "greedy_failed": "remax" in sections}
+        return (*(["score_failed"] if self.has_reward else []), *(name for name, there in also.items() if there))
+
     def describe(self) -> str:
         """One line on the model and the data."""
         parts = [
@@ -181,35 +187,29 @@ class TextParts:
     @cached_property
     def cost(self) -> Any:
         """A second scorer, whose scores are ``costs``."""
-        return self._judge("cost", self.config.cost, self.config.cost.specs(), {"scores": "costs"}, second=True)
+        return self._judge(
+            "cost", self.config.cost, self.config.cost.specs(), {"scores": "costs", "score_failed": "cost_failed"}
+        )
 
     def baseline(self) -> Any:
         """The reward once more, for greedy responses."""
         rename = {"scores": "greedy_scores", "score_failed": "greedy_failed"}
         return self._judge("baseline", self.config.reward, self._reward_specs(), rename)
 
-    def _judge(
-        self,
-        name: str,
-        section: ScorerConfig,
-        specs: tuple[RewardSpec, ...],
-        rename: Mapping[str, str],
-        second: bool = False,
-    ) -> Any:
-        """A scorer by functions or by a reward model; a ``second`` one is the next to judge the same rows."""
-        args = {"second": second}
+    def _judge(self, name: str, section: ScorerConfig, specs: tuple[RewardSpec, ...], rename: Mapping[str, str]) -> Any:
+        """A scorer by functions or by a reward model."""
         if section.model is not None:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
             networks = Networks(build, "reward", ("tokens",), section.model)
             of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
             of_model["end_tokens"] = self.tokenizer.eos_token_ids
-            return self.runtime.role(Role(name, RewardModelScorer, {**args, **of_model}, rename))
+            return self.runtime.role(Role(name, RewardModelScorer, of_model, rename))
         if not specs:
-            hint = "" if second else ", or use a task, which brings its own"
+            hint = "" if name == "cost" else ", or use a task, which brings its own"
             raise RewardError(f"no {name}: set {name}.functions or {name}.model{hint}")
         of_functions = {"specs": specs, "config": self.config.reward}
-        judge = self.runtime.role(Role(name, RewardScorer, {**args, **of_functions}, rename, max_workers=1))
+        judge = self.runtime.role(Role(name, RewardScorer, of_functions, rename, max_workers=1))
         judge.check(set.intersection(*(set(record.fields) for record in self.task.train)))
         return judge
 
@@ -246,9 +246,9 @@ class TextParts:
         """Of the evaluated responses, what training looks at besides the score: mean reward, mean cost."""
         others = {}
         if self.has_reward and self.examiner is not self.reward:
-            others["reward"] = _mean(self.reward.score(batch), "scores")
+            others["reward"] = _mean(self.reward.score(batch), "scores", "score_failed")
         if "cost" in self.config.sections():
-            others["cost"] = _mean(self.cost.score(batch), "costs")
+            others["cost"] = _mean(self.cost.score(batch), "costs", "cost_failed")
         return others
 
     def _reward_specs(self) -> tuple[RewardSpec, ...]:
@@ -286,6 +286,6 @@ class TextParts:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")
 
 
-def _mean(batch: Batch, name: str) -> float:
-    """Of the rows on which no scorer failed; NaN if there is none."""
-    return float(np.mean(batch[name][~batch["score_failed"]], dtype=np.float64))
+def _mean(batch: Batch, name: str, failed: str) -> float:
+    """Of the rows on which the scorer did not fail; NaN if there is none."""
+    return float(np.mean(batch[name][~batch[failed]], dtype=np.float64))

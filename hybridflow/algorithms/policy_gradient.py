@@ -16,8 +16,15 @@ from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Algorithm, Declared, Estimator, Fn, Scorer
-from hybridflow.ops.advantages import kl_into_scores, kl_penalty, normalise_scores, overlong_penalty, score_rewards
+from hybridflow.core.roles import Actor, Algorithm, Declared, Estimator, Fn, Scorer, chain
+from hybridflow.ops.advantages import (
+    drop_failed,
+    kl_into_scores,
+    kl_penalty,
+    normalise_scores,
+    overlong_penalty,
+    score_rewards,
+)
 from hybridflow.ops.kl import AdaptiveKL, KLKind
 from hybridflow.ops.losses import Correction, cispo, gspo, ppo_clip, reinforce
 
@@ -113,6 +120,7 @@ class Objective:
     """Builds the policy loss and the shaping of scores and rewards; holds the adaptive KL coefficient.
 
     ``kl_where``: where the method's paper has the KL. ``samples_per_step``: responses that a step adds to the measured KL.
+    ``failures``: the columns in which scorers say on which rows they failed.
     """
 
     def __init__(
@@ -124,12 +132,21 @@ class Objective:
         kl_where: Where,
         max_new_tokens: int,
         samples_per_step: int,
+        failures: tuple[str, ...] = (),
     ) -> None:
         self.loss, self.shaping, self.max_new_tokens = loss, shaping, max_new_tokens
+        self.failures = failures
         self.kl, self.samples_per_step = AdaptiveKL(kl.coef, kl.target, kl.horizon), samples_per_step
         self.kl_where: Where = kl.where or kl_where
         self.kl_kind: KLKind = kl.kind or ("k1" if self.kl_where == "reward" else "k3")
         self.scores_seen = RunningMoments()
+
+    def scored(self, advantages: Fn) -> Fn:
+        """``advantages`` of the groups that all scorers could score; the others influence nothing from here on."""
+        if not self.failures:
+            return advantages
+        kept = (*advantages.writes, "response_mask")
+        return chain(drop_failed.bind(failures=self.failures), advantages, keep=kept)
 
     def shaped_scores(self) -> tuple[Fn, ...]:
         """Scores with penalties, normalised, and with the KL of the whole response if it belongs to the reward."""
@@ -251,7 +268,7 @@ class PolicyGradient(Algorithm):
 
     def learn(self, batch: Batch, /) -> Batch:
         batch = self.objective.prepare(self.actor, batch)
-        batch = self.estimator.compute(batch, self.advantages())
+        batch = self.estimator.compute(batch, self.objective.scored(self.advantages()))
         self.actor.update(batch, self.objective.policy_loss())
         return batch
 

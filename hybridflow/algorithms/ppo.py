@@ -54,7 +54,7 @@ class PPO(PolicyGradient):
     def learn(self, batch: Batch) -> Batch:
         batch = self.objective.prepare(self.actor, batch)
         batch = self.critic.compute_values(batch)
-        batch = self.estimator.compute(batch, self.advantages())
+        batch = self.estimator.compute(batch, self.objective.scored(self.advantages()))
         update(batch, (self.critic, self.value_loss), (self.actor, self.objective.policy_loss()))
         return batch
 

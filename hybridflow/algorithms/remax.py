@@ -8,7 +8,7 @@ from hybridflow.algorithms.policy_gradient import Objective, PolicyGradient
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Actor, Estimator, Fn, Scorer, chain, renamed
-from hybridflow.ops.advantages import drop_without_baseline, greedy_baseline, normalise_with_greedy
+from hybridflow.ops.advantages import greedy_baseline, normalise_with_greedy
 
 __all__ = ["ReMax", "ReMaxConfig", "SamplingActor"]
 
@@ -50,8 +50,7 @@ class ReMax(PolicyGradient):
         greedy = self.baseline.score(self.actor.rollout(source.first_of_groups(), self.greedy))
         for penalty in self.greedy_penalties():
             greedy = self.estimator.compute(greedy, penalty)
-        batch = batch.join_groups(greedy, "greedy_scores", "greedy_failed")
-        return self.estimator.compute(batch, drop_without_baseline.bind())
+        return batch.join_groups(greedy, "greedy_scores", "greedy_failed")
 
     def greedy_penalties(self) -> list[Fn]:
         """Those of the samples' scores, here where the length of the greedy responses is known."""

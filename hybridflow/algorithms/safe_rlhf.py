@@ -80,7 +80,7 @@ class SafeRLHF(PolicyGradient):
         batch = self.objective.prepare(self.actor, batch)
         batch = self.critic.compute_values(batch)
         batch = self.cost_critic.compute_values(batch)
-        batch = self.estimator.compute(batch, self.advantages())
+        batch = self.estimator.compute(batch, self.objective.scored(self.advantages()))
         update(batch, (self.critic, self.value_loss), (self.cost_critic, self.cost_loss))
         self.actor.update(*self.with_demonstrations(batch, self.objective.policy_loss()))
         return batch

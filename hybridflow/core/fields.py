@@ -57,6 +57,7 @@ FIELDS: dict[str, Field] = {
     "scores": Field("row", "float32", "what a scorer gave the response"),
     "costs": Field("row", "float32", "what a second scorer gave the response; it has to stay low"),
     "score_failed": Field("row", "bool", "a scorer failed on this row: its scores mean nothing"),
+    "cost_failed": Field("row", "bool", "the second scorer failed on this row: its cost means nothing"),
     "greedy_scores": Field("row", "float32", "score of the greedy response to the same prompt (ReMax)"),
     "greedy_failed": Field("row", "bool", "a scorer failed on that response: its score means nothing"),
     "rewards": Field("time", "float32", "reward of each step"),

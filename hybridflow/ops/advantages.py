@@ -5,7 +5,7 @@
 Each one takes a ``Batch`` and returns the columns that it declares; time columns are zero outside the action steps (where
 ``response_mask`` is False). All see only the action steps: the step before an action step is the previous *action* step of
 its row, whatever lies between, and the contents of other steps never matter. A row without action steps (a response whose
-scorer failed) has no influence on any other. Arithmetic is in float64, results are float32.
+scorer failed, see ``drop_failed``) has no influence on any other. Arithmetic is in float64, results are float32.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from hybridflow.ops.kl import KLKind, estimate_kl
 
 __all__ = [
     "discounted_returns",
-    "drop_without_baseline",
+    "drop_failed",
     "gae",
     "greedy_baseline",
     "group_baseline",
@@ -310,12 +310,13 @@ def leave_one_out(batch: Batch) -> dict[str, Ragged]:
     return {"advantages": steps.row_column(np.where(groups.sizes > 1, groups.scores - others, 0.0))}
 
 
-@columns(reads=("score_failed", "greedy_failed", "response_mask"), writes=("score_failed", "response_mask"))
-def drop_without_baseline(batch: Batch) -> dict[str, Any]:
-    """Rows whose greedy response could not be scored have failed too, and lose their action steps."""
-    failed, mask = batch["greedy_failed"], batch.ragged("response_mask")
-    kept = mask.like(mask.values & ~failed[mask.row_index])
-    return {"score_failed": batch["score_failed"] | failed, "response_mask": kept}
+@columns(reads=lambda params: (*params["failures"], "group_id", "response_mask"), writes=("response_mask",))
+def drop_failed(batch: Batch, failures: tuple[str, ...]) -> dict[str, Ragged]:
+    """Groups in which a scorer failed, as the columns ``failures`` say, lose their action steps, so influence nothing."""
+    failed = np.logical_or.reduce([batch[name] for name in failures])
+    dropped = np.isin(batch["group_id"], batch["group_id"][failed])
+    mask = batch.ragged("response_mask")
+    return {"response_mask": mask.like(mask.values & ~dropped[mask.row_index])}
 
 
 @columns(reads=("rewards", "greedy_scores", "response_mask"), writes=("advantages",))

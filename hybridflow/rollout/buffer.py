@@ -58,8 +58,8 @@ class Fifo:
 class InformativeGroups:
     """The groups (rows of equal ``group_id``) whose ``scores`` differ, of everything that was added since the last sample.
 
-    Equal scores say nothing about which response is better. Rows without action steps don't count, and a group that lost
-    one to a failed scorer has lost all of them. Between the steps of a run it is empty.
+    Equal scores say nothing about which response is better, and nor does a group in which the scorer failed. Between the
+    steps of a run it is empty.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class InformativeGroups:
 
     def add(self, batch: Batch, version: int, /) -> None:
         ids, groups = batch["group_id"], dict[Any, set[float]]()
-        acting = np.bincount(batch.ragged("response_mask").row_index, batch.ragged("response_mask").values, len(batch)) > 0
-        for key, score, acts in zip(ids.tolist(), batch["scores"].tolist(), acting, strict=True):
-            groups.setdefault(key, set()).update({score} if acts else ())
-        kept = {key for key, scores in groups.items() if len(scores) > 1}
+        failed = set(ids[batch["score_failed"]].tolist())
+        for key, score in zip(ids.tolist(), batch["scores"].tolist(), strict=True):
+            groups.setdefault(key, set()).add(score)
+        kept = {key for key, scores in groups.items() if len(scores) > 1 and key not in failed}
         self.num_groups += len(kept)
         self._kept += [batch.rows(np.array([key in kept for key in ids.tolist()], bool))] if kept else []
 

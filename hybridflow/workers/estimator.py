@@ -17,7 +17,9 @@ class EstimatorWorker:
     @remote(ONE_TO_ALL, kind="compute")
     def compute(self, batch: Batch, fn: Fn, /) -> Batch:
         """The columns that ``fn`` writes. If it compares the rows of groups, metrics tell in how many it can't."""
+        columns = fn(batch)
         if fn.min_group > 1:
-            for name, count in group_counts(batch).items():
+            mask = {name: column for name, column in columns.items() if name == "response_mask"}
+            for name, count in group_counts(batch.with_columns(**mask)).items():
                 self.context.metrics.count(name, count)
-        return Batch(fn(batch), len(batch))
+        return Batch(columns, len(batch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,42 +18,31 @@ from hybridflow.workers.learner import Networks, forward, score_rows
 __all__ = ["ModelScorer", "RewardModelScorer", "RewardScorer"]
 
 
-def _after_others(args: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("score_failed",) if args.get("second") else ()
-
-
 class RewardScorer:
     """Scores responses with reward functions, in processes of their own.
 
-    A function that fails gives no score, never a zero: its group is dropped (no action steps left, so it influences
-    nothing) or the run stops, as the configuration says; more failures in a batch than the budget stop the run. A
-    ``second`` scorer (the cost) adds its failures to those of the first.
+    A function that fails gives no score, never a zero: its row is marked, and estimators drop its group, or the run
+    stops, as the configuration says; more failures in a batch than the budget stop the run.
     """
 
-    def __init__(
-        self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig, second: bool = False
-    ) -> None:
-        self.context, self.config, self.second = context, config, second
+    def __init__(self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig) -> None:
+        self.context, self.config = context, config
         self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries)
 
     @remote(
         ONE_TO_ALL,
-        reads=lambda args: ("prompt_text", "response", "fields", "group_id", "response_mask", *_after_others(args)),
-        writes=("scores", "score_failed", "response_mask"),
+        reads=("prompt_text", "response", "fields"),
+        writes=("scores", "score_failed"),
         kind="reward",
     )
     def score(self, batch: Batch, /) -> Batch:
-        """``scores``; rows of groups with a failure lose their action steps."""
+        """``scores``, and which of them mean nothing."""
         allowed = 0.0 if self.config.on_failure == "raise" else self.config.max_failed_fraction
         results = self.pool.score(batch["prompt_text"], batch["response"], batch["fields"], int(allowed * len(batch)))
         failed = np.array([result.score is None for result in results], bool)
         scores = np.array([0.0 if result.score is None else result.score for result in results], np.float32)
         self._observe(results, failed, scores)
-        dropped = np.isin(batch["group_id"], batch["group_id"][failed])
-        mask = batch.ragged("response_mask")
-        kept = Ragged(mask.values & ~dropped[mask.row_index], mask.lengths)
-        failed |= batch["score_failed"] if self.second else False
-        return Batch({"scores": scores, "score_failed": failed, "response_mask": kept}, len(batch))
+        return Batch({"scores": scores, "score_failed": failed}, len(batch))
 
     def _observe(self, results: list[RewardResult], failed: np.ndarray, scores: np.ndarray) -> None:
         add, good = self.context.metrics.add, scores[~failed].astype(np.float64)
@@ -88,14 +77,13 @@ class RewardModelScorer:
         networks: Networks,
         token_budget: int,
         end_tokens: tuple[int, ...],
-        second: bool = False,
     ) -> None:
-        self.context, self.token_budget, self.end_tokens, self.second = context, token_budget, end_tokens, second
+        self.context, self.token_budget, self.end_tokens = context, token_budget, end_tokens
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
 
     @remote(
         THREE_D,
-        reads=lambda args: (*args["networks"].inputs, *_after_others(args)),
+        reads=lambda args: args["networks"].inputs,
         writes=("scores", "score_failed"),
         kind="reward",
     )
@@ -107,8 +95,7 @@ class RewardModelScorer:
         exact = scores.astype(np.float64)
         self.context.metrics.add("mean", exact.sum(), len(exact))
         self.context.metrics.deviation("std", exact)
-        failed = batch["score_failed"] if self.second else np.zeros(len(batch), bool)
-        return Batch({"scores": scores, "score_failed": failed}, len(batch))
+        return Batch({"scores": scores, "score_failed": np.zeros(len(batch), bool)}, len(batch))
 
 
 def _ended(tokens: Ragged, end_tokens: tuple[int, ...]) -> Ragged:

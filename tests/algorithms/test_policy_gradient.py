@@ -17,7 +17,7 @@ from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.ops.advantages import drop_without_baseline
+from hybridflow.ops.advantages import score_rewards
 
 NOBODY: Any = SimpleNamespace()
 
@@ -208,6 +208,13 @@ def test_a_long_greedy_response_of_remax_is_punished_for_its_own_length() -> Non
 
 def test_a_greedy_response_that_could_not_be_scored_takes_its_group_out() -> None:
     failed = {"score_failed": np.array([False, False, False, True]), "greedy_failed": np.array([True, True, False, False])}
-    out = drop_without_baseline(batch().with_columns(**failed))
-    assert out["score_failed"].tolist() == [True, True, False, True]
-    assert [int(row.sum()) for row in out["response_mask"]] == [0, 0, 2, 1]
+    data = batch().with_columns(**failed, group_id=np.array(["a", "a", "b", "c"]))
+    every = objective()
+    every.failures = tuple(failed)
+    estimate = every.scored(score_rewards.bind())
+    assert set(estimate.reads) == {"scores", "score_failed", "greedy_failed", "group_id", "response_mask"}
+    assert estimate.writes == ("response_mask", "rewards")
+    out = estimate(data)
+    assert [int(row.sum()) for row in out["response_mask"]] == [0, 0, 2, 0]
+    assert [bool(row.any()) for row in out["rewards"]] == [False, False, True, False]
+    assert objective().scored(score_rewards.bind()).writes == ("rewards",)

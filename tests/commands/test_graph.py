@@ -45,9 +45,9 @@ def test_it_says_who_runs_where_and_what_passes_without_loading_a_model(hybridfl
     assert re.fullmatch(reference, rows["reference"])
     assert re.search(r"cpu +[\d,]+ +[\d,]+ +bfloat16 +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB ", rows["actor"])
     assert "the actor's, in place" in rows["sampler"] and "own processes" in rows["reward"]
-    assert re.search(r"estimator\.compute  compute, 8 rows, \d+ tokens\n      reads scores", out)
+    assert re.search(r"estimator\.compute  compute, 8 rows, \d+ tokens\n      reads score_failed, scores", out)
     assert "      reads prompt, sample_id from 0 data.prompts, " in out
-    assert "      runs score_rewards > kl_penalty > gae > whiten\n" in out
+    assert "      runs drop_failed > score_rewards > kl_penalty > gae > whiten\n" in out
     assert "      runs ppo_clip, minibatches: 2, epochs: 1\n" in out
     assert max(map(len, out.splitlines())) < 200
 
@@ -116,7 +116,11 @@ def test_pools_are_told_with_what_they_hold_and_who_runs_when(hybridflow: Progra
         ["6", "actor.update", "critic.update"],
     ]
     assert "actor.update  train, 8 rows, 64 tokens, VIEW\n" in out
-    assert re.search(r"      reads response_mask from 2 reward.score on rest, \d+ B\n", out)
+    assert re.search(r"      reads tokens, log_probs from 1 sampler.rollout, \d+ B\n", out)
+    assert re.search(r"      reads score_failed, scores from 2 reward.score on rest, \d+ B\n", out)
+    apart = hybridflow("graph", ppo, *POOLS, "--placement.pools.own", "1", "--placement.roles.critic", "own").out
+    stages = [re.split(r" {2,}", line) for line in apart.split("\nstage ")[1].split("\n\n")[0].splitlines()[1:]]
+    assert stages[1] == ["2", "reward.score", "critic.compute_values"]
     local = hybridflow("graph", ppo).out
     assert " pool " not in local and "VIEW" not in local and len(local) < len(out)
 

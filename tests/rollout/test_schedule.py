@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import InformativeGroups
 from hybridflow.rollout.schedule import DynamicSampling
@@ -29,8 +29,8 @@ class Recorder(Algorithm):
     def rollout(self, source: Batch) -> Batch:
         groups, last = source["group_id"], source["sample_id"] % 2
         self.dealt += groups[::2].tolist()
-        mask = Ragged(np.ones(len(groups), bool), np.ones(len(groups), np.int64))
-        return source.with_columns(scores=(last * (groups % self.period == 0)).astype(np.float32), response_mask=mask)
+        scores = (last * (groups % self.period == 0)).astype(np.float32)
+        return source.with_columns(scores=scores, score_failed=np.zeros(len(groups), bool))
 
     def learn(self, batch: Batch) -> Batch:
         self.learned.append(batch["group_id"][::2].tolist())
@@ -75,12 +75,12 @@ def test_refills_end_and_a_step_without_a_signal_learns_nothing() -> None:
     assert schedule.metrics() == {"refills": 1, "groups_drawn": 8, "groups_dropped": 8}
 
 
-def test_groups_without_action_steps_or_with_equal_scores_are_dropped() -> None:
-    mask = Ragged(np.array([1, 1, 1, 1, 1, 0, 0, 0], bool), np.ones(8, np.int64))
+def test_groups_with_a_failed_or_with_equal_scores_are_dropped() -> None:
+    failed = np.array([0, 0, 0, 0, 0, 1, 1, 1], bool)
     scores = np.array([1, 0, 2, 2, 1, 5, 1, 0], np.float32)
     groups = np.array(["a", "a", "b", "b", "c", "c", "d", "d"])
     buffer = InformativeGroups()
-    buffer.add(Batch({"group_id": groups, "scores": scores, "response_mask": mask}), 0)
+    buffer.add(Batch({"group_id": groups, "scores": scores, "score_failed": failed}), 0)
     assert buffer.num_groups == 1
     kept = buffer.sample(0)
     assert kept is not None and kept["group_id"].tolist() == ["a", "a"]
