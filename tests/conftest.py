@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import ray
 import torch
 
 from hybridflow.cli import main
@@ -106,3 +109,16 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def real_model() -> Path:
     """SmolLM2-135M in the user's own cache, fetched if it isn't there: tests of the demo run on the real model."""
     return sources.add("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of 8 slots on this machine, started once; runtimes join it. Its workers can import ``ray_workers``."""
+    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_IGNORE_UNHANDLED_ERRORS="1")
+    workers = str(Path(__file__).parent / "controller")
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, PYTHONPATH=workers):
+        warnings.simplefilter("ignore")
+        ray.init("local", num_cpus=8, object_store_memory=400_000_000, _node_ip_address="127.0.0.1", **quiet)
+    yield
+    ray.shutdown()

@@ -107,10 +107,9 @@ class WorkerGroup:
     def name(self, rank: int) -> str:
         return f"worker {rank} of pool {self.pool.name!r}"
 
-    def health(self) -> dict[int, str | None]:
-        """What each process is doing; None for one that doesn't answer."""
-        asked = [process.ping.remote() for process in self.processes]
-        return {rank: _answer(reference) for rank, reference in enumerate(asked)}
+    def ping(self, rank: int) -> str | None:
+        """What a process is doing, empty if it waits for work; None if it doesn't answer."""
+        return _answer(self.processes[rank].ping.remote())
 
     def stacks(self, rank: int) -> str:
         """Where a process stands."""

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import psutil
@@ -72,6 +74,13 @@ class OutputRefs:
     def only(self, names: Sequence[str]) -> OutputRefs:
         return replace(self, columns={name: self.columns[name] for name in names})
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what is here itself: its manifests, with rows and lengths, and columns."""
+        manifests = sum(16 * m.num_rows for m in self.manifests if isinstance(m, Manifest))
+        here = [value for pieces in self.columns.values() for value in pieces if not isinstance(value, ray.ObjectRef)]
+        return manifests + sum(num_bytes(unship(value)) for value in here)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -86,6 +95,12 @@ class Call:
     outputs: Sequence[OutputRefs]
     columns: Mapping[str, tuple[tuple[tuple[int, str], ...], Places | None]]
     num_rows: int | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values that it carries itself: columns that are no references, their manifests, and places."""
+        places = {id(places): 12 * len(places) for _, places in self.columns.values() if places is not None}
+        return sum(places.values()) + sum(refs.num_bytes for refs in self.outputs)
 
 
 @dataclass
@@ -139,7 +154,9 @@ class Process:
         self.peers: Mapping[tuple[str, int], Any] = {}
         self.roles: dict[str, tuple[Role[Any], Any, WorkerContext]] = {}
         self.replicas: dict[str, Any] = {}
+        self.lines: dict[range, Any] = {}
         self.busy = ""
+        self.memory = psutil.Process()
 
     def listen(self) -> tuple[str, int]:
         """Rank 0 opens the store over which the pool's processes find each other, on a port that the system chooses."""
@@ -168,12 +185,25 @@ class Process:
         return os.getpid()
 
     def add(self, role: Role[Any], mesh: Mesh) -> None:
-        """Build the worker of a role."""
-        if mesh.dp > 1 and mesh.size != self.setup.size:
-            raise ContractError(f"role {role.name!r}: {mesh.size} workers on a pool of {self.setup.size}")
-        context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=dist.all_reduce if mesh.dp > 1 else None)
+        """Build the worker of a role. Processes of the pool that the role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
-            self.roles[role.name] = role, role.worker(context, **role.args), context
+            reduce = self._reduce(mesh)
+            if self.setup.rank < mesh.size:
+                context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce)
+                self.roles[role.name] = role, role.worker(context, **role.args), context
+
+    def _reduce(self, mesh: Mesh) -> Callable[[torch.Tensor], None] | None:
+        """Sums over the data-parallel blocks, that is over the ranks at this one's place (p, t) in each of them."""
+        if mesh.dp == 1:
+            return None
+        places = mesh.pp * mesh.tp
+        for place in range(places):  # all processes make all groups, in one order, as torch demands
+            line = range(place, mesh.size, places)
+            if line not in self.lines:
+                whole = len(line) == self.setup.size
+                timeout = timedelta(seconds=self.setup.timeout_s)
+                self.lines[line] = None if whole else dist.new_group([*line], timeout)
+        return partial(dist.all_reduce, group=self.lines[range(self.setup.rank % places, mesh.size, places)])
 
     def share(self, learner: str, sampler: str) -> None:
         """Let a sampler read the networks of a learner in this process."""
@@ -186,9 +216,10 @@ class Process:
             self.roles[sampler][1].attach(self.replicas[sampler])
 
     def weights(self, learner: str) -> Any:
-        """(weights, version) of a learner, for ``load``."""
+        """(None, (weights, version)) of a learner; the second is for ``load``."""
         with self._working(f"{learner}.weights"):
-            return self.roles[learner][1].weights()
+            worker = self.roles[learner][1]
+            return None, (worker.weights(), worker.version)
 
     def load(self, sampler: str, weights: Any) -> None:
         """Renew the copy that a sampler reads."""
@@ -228,23 +259,31 @@ class Process:
         context.metrics.clear()
         sizes = [num_bytes(new[name]) for name in call.writes]
         inlined = sum(size for size in sizes if size < RAY_INLINES)
-        report = Report(metrics, clock.spans, pulled, inlined, psutil.Process().memory_info().rss)
+        report = Report(metrics, clock.spans, pulled, inlined, self.memory.memory_info().rss)
         return report, manifest, *(ship(new[name]) for name in call.writes)
 
     def _batch(self, call: Call, pulled: dict[str, int]) -> Batch:
         """The call's whole batch, of which nothing has been pulled yet."""
-        outputs = [self._output(refs, pulled) for refs in call.outputs]
+        told = iter(_get([manifest for refs in call.outputs for manifest in refs.manifests]))
+        outputs = [self._output(refs, list(islice(told, len(refs.manifests))), pulled) for refs in call.outputs]
         columns = {
             name: Lazy(tuple((outputs[number], column) for number, column in parts), places)
             for name, (parts, places) in call.columns.items()
         }
         return Batch(columns, call.num_rows if columns else call.num_rows or 0)
 
-    def _output(self, refs: OutputRefs, pulled: dict[str, int]) -> Output:
-        manifests: list[Manifest] = [_get(manifest) for manifest in refs.manifests]
+    def _output(self, refs: OutputRefs, manifests: list[Manifest], pulled: dict[str, int]) -> Output:
+        here = [piece for piece, manifest in enumerate(manifests) if manifest.node in ("", self.node)]
+        mapped: dict[tuple[str, int], Shipped] = {}
 
         def fetch(piece: int, name: str, rows: Rows) -> Loaded:
-            column = self._fetch(manifests[piece], refs.columns[name][piece], rows)
+            if not mapped and here:  # all at once: one request to Ray is much cheaper than many
+                wanted = [(column, other) for column in refs.columns for other in here]
+                mapped.update(zip(wanted, _get([refs.columns[column][other] for column, other in wanted]), strict=True))
+            if (name, piece) in mapped:
+                column = take(unship(mapped[name, piece]), rows)
+            else:
+                column = self._fetch(manifests[piece], refs.columns[name][piece], rows)
             pulled[refs.writer] = pulled.get(refs.writer, 0) + num_bytes(column)
             return column
 
@@ -283,14 +322,13 @@ class Process:
         return "\n".join(stack for stack in told if "hybridflow" in stack)
 
 
-def _get(reference: Any) -> Any:
-    """A value that may be a reference; where the call that makes it has failed, its own error."""
-    if not isinstance(reference, ray.ObjectRef):
-        return reference
+def _get(values: Sequence[Any]) -> list[Any]:
+    """Values some of which are references; where the call that makes one has failed, its own error."""
     try:
-        return ray.get(reference)
+        got = iter(ray.get([value for value in values if isinstance(value, ray.ObjectRef)]))
     except RayTaskError as error:
         raise error.cause from None
+    return [next(got) if isinstance(value, ray.ObjectRef) else value for value in values]
 
 
 class _Clock:

@@ -111,7 +111,9 @@ class RayRuntime:
             self.start()
         self.roles[role.name] = role
         mesh, shipped = self.mesh(role), ray.put(role)
-        self._each(role.name, f"{role.name}: start", lambda process: process.add.remote(shipped, mesh))
+        group = self._group(role.name)
+        for rank, process in enumerate(group.processes):
+            self._track(process.add.remote(shipped, mesh), _Task(role.name, f"{role.name}: start", group, rank, _ignore))
         return cast(W, _Handle(self, role))
 
     def mesh(self, role: Role[Any]) -> Mesh:
@@ -133,7 +135,8 @@ class RayRuntime:
         if sampler in self._in_place:
             return
         group = self._group(learner)
-        weights = group.processes[0].weights.remote(learner)
+        done, weights = group.processes[0].weights.options(num_returns=2).remote(learner)
+        self._track(done, _Task(learner, f"{learner}.weights", group, 0, _ignore))
         self._each(sampler, f"{sampler}.load", lambda process: process.load.remote(sampler, weights))
 
     def ready(self) -> None:
@@ -160,10 +163,11 @@ class RayRuntime:
         where, mesh, group = f"{role.name}.{name}", self.mesh(role), self._group(role.name)
         check_reads(where, reads, batch)
         call = self._describe(role.name, name, batch.select(reads), arguments, writes)
-        shipped = call if mesh.size == 1 else ray.put(call)
+        shipped = call if mesh.size * call.num_bytes < INLINE_BYTES else ray.put(call)
         refs = [self._method(group, rank, 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
+        counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
         for rank, (report, *_) in enumerate(refs):
-            done = self._reporting(role, where, rank in mesh.leaders)
+            done = self._reporting(role, where, rank in counted)
             self._track(report, _Task(role.name, where, group, rank, done))
         collected = [refs[rank] for rank in verb.protocol.collect(mesh)]
         names = [role.rename.get(column, column) for column in writes]
@@ -278,9 +282,11 @@ class RayRuntime:
             ready, _ = ray.wait(others, num_returns=1, timeout=0.05, fetch_local=False) if others else ([], [])
             for ref in ready:
                 try:
-                    self._open.pop(ref).done(ray.get(ref))
+                    value = ray.get(ref)
                 except ray.exceptions.RayError as another:
                     errors[ref] = another
+                else:
+                    self._open.pop(ref).done(value)
         order = [ref for ref in self._open if ref in errors]
         died = [ref for ref, e in errors.items() if isinstance(e, ray.exceptions.RayActorError)]
         first = min(died or errors, key=order.index)
@@ -303,7 +309,7 @@ class RayRuntime:
         tasks = [task for ref, task in self._open.items() if ref in missing]
         lines = [f"nothing was done for {self.timeout_s:g} s (runtime.timeout_s); still missing:"]
         for task in tasks[:8]:
-            doing = task.group.health()[task.rank]
+            doing = task.group.ping(task.rank)
             state = "does not answer" if doing is None else f"is at {doing}" if doing else "is waiting for its inputs"
             lines.append(f"{task.who}, which {state}")
             lines += [task.group.stacks(task.rank)] if doing else []

@@ -1,0 +1,272 @@
+"""Small workers for the tests of the Ray runtime: each does one thing that the runtime has to carry, or to survive."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.controller.protocols import (
+    ALL_TO_ALL,
+    DP,
+    ONE_TO_ALL,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
+    VIEW,
+)
+from hybridflow.core.batch import Batch, Ragged, objects
+from hybridflow.core.errors import ConfigError, RewardError
+from hybridflow.core.placement import TransferProtocol
+from hybridflow.core.roles import Role, WorkerContext, control, remote
+
+MARKS = {p.name: p for p in (ONE_TO_ALL, DP, THREE_D, THREE_D_ALL_MICRO_DP, VIEW)}
+SUMMANDS = (1e16, 1.0, -1e16)  # their sum depends on the order
+
+
+def _mark(protocol: TransferProtocol) -> Callable[..., Batch]:
+    @remote(protocol, reads=("sample_id", "tokens"), writes=("slot",))
+    def mark(self: Marker, batch: Batch, /) -> Batch:
+        return self.see(batch)
+
+    return mark
+
+
+class Marker:
+    """Tells who had which rows: writes its rank to ``slot``, and remembers the ``sample_id`` that it saw."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context, self.seen = context, list[int]()
+
+    def see(self, batch: Batch) -> Batch:
+        self.seen = batch["sample_id"].tolist()
+        self.context.metrics.count("calls", 1)
+        self.context.metrics.add("rank", self.context.rank)
+        return Batch({"slot": np.full(len(batch), self.context.rank)}, len(batch))
+
+    one_to_all, dp, three_d = _mark(ONE_TO_ALL), _mark(DP), _mark(THREE_D)
+    replicas, view = _mark(THREE_D_ALL_MICRO_DP), _mark(VIEW)
+
+    @control(ALL_TO_ALL)
+    def all_seen(self) -> list[list[int]]:
+        return [self.seen]
+
+    @control(ALL_TO_ALL)
+    def echo(self, entries: list[str], more: list[int]) -> list[tuple[int, str, int]]:
+        (entry,), (number,) = entries, more
+        return [(self.context.rank, entry, number)]
+
+    @control(THREE_D_PP_ONLY)
+    def stages(self) -> list[int]:
+        return [self.context.rank]
+
+    @control(ONE_TO_ALL)
+    def first(self) -> list[int]:
+        return [self.context.rank, self.context.rank]
+
+    @control
+    def plain(self, what: str) -> str:
+        return f"{what} {self.context.rank}"
+
+    @control(ALL_TO_ALL)
+    def sums(self) -> list[float]:
+        """Over the blocks, of 2^rank: whose terms are in it can be read off the bits."""
+        return [float(self.context.sum(torch.tensor([2.0**self.context.rank])))]
+
+
+class Maker:
+    """Makes columns of every kind from ``sample_id``, and reads them; also a learner with one number as its weights."""
+
+    def __init__(self, context: WorkerContext, scale: float = 1.0) -> None:
+        self.context, self.scale, self.version = context, scale, 0
+        self.source: Any = None
+        self.loads = 0
+
+    @remote(THREE_D_ALL_MICRO_DP, reads=("sample_id",), writes=("tokens", "response", "scores"), kind="generate")
+    def make(self, batch: Batch, /) -> Batch:
+        """Row i has i % 4 tokens i; a text; i / 2 as its score."""
+        ids = batch["sample_id"]
+        tokens = Ragged.from_rows([[i] * (i % 4) for i in ids], np.int64)
+        return Batch({"tokens": tokens, "response": objects(f"row {i}" for i in ids), "scores": (ids / 2).astype("f4")})
+
+    @remote(THREE_D, reads=("sample_id", "tokens"), writes=("values",))
+    def double(self, batch: Batch, /) -> Batch:
+        tokens = batch.ragged("tokens")
+        return Batch({"values": tokens.like(tokens.values.astype(np.float32) * 2 * self.scale)})
+
+    @remote(THREE_D, reads=("response",), writes=("prompt_text",))
+    def shout(self, batch: Batch, /) -> Batch:
+        return Batch({"prompt_text": objects(text.upper() for text in batch["response"])}, len(batch))
+
+    @remote(DP, reads=("sample_id",), writes=("sample_id", "scores"), rows="new")
+    def split(self, batch: Batch, /) -> Batch:
+        """Two rows for each row, that of ``sample_id`` i first; none for rows that 3 divides."""
+        ids = np.concatenate([[10 * i, 10 * i + 1] for i in batch["sample_id"] if i % 3] or [np.zeros(0)]).astype(np.int64)
+        return Batch({"sample_id": ids, "scores": (ids / 10).astype(np.float32)})
+
+    @remote(VIEW, reads=("sample_id", "tokens", "scores"), kind="train")
+    def update(self, batch: Batch, /) -> Batch:
+        """Adds the scores of rows i, i + blocks ... of block i; never looks at the tokens."""
+        mine = batch.rows(np.arange(self.context.block, len(batch), self.context.mesh.dp))
+        total = self.context.sum(torch.tensor([float(mine["scores"].sum())]))
+        self.context.metrics.add("total", float(total))
+        self.scale, self.version = float(total), self.version + 1
+        return Batch({}, len(batch))
+
+    @remote(THREE_D, reads=("sample_id",), writes=("observations",))
+    def fill_memory(self, batch: Batch, width: int, /) -> Batch:
+        return Batch({"observations": Ragged(np.ones((len(batch), width), np.float32), np.ones(len(batch), np.int64))})
+
+    @remote(THREE_D, reads=("observations",), writes=("scores",))
+    def add_up(self, batch: Batch, /) -> Batch:
+        return Batch({"scores": np.array([row.sum() for row in batch["observations"]], np.float32)}, len(batch))
+
+    @remote(ONE_TO_ALL)
+    def ordered(self, batch: Batch, slow: int, /) -> Batch:
+        """Rank ``slow`` is late."""
+        time.sleep(0.2 * (self.context.rank == slow))
+        return Batch({}, len(batch))
+
+    @remote(DP, reads=("sample_id",), writes=("slot",))
+    def add_in_order(self, batch: Batch, slow: int, /) -> Batch:
+        time.sleep(0.2 * (self.context.rank == slow))
+        self.context.metrics.add("sum", SUMMANDS[self.context.rank], len(SUMMANDS) ** -1)
+        return Batch({"slot": batch["sample_id"]})
+
+    @control
+    def pid(self) -> int:
+        return os.getpid()
+
+    @control
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "big": np.zeros(10)}
+
+    @control
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+    # As learner and sampler.
+
+    @staticmethod
+    def replica(**args: Any) -> Copy:
+        return Copy(**args)
+
+    @control
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"scale": np.array([self.scale])}
+
+    @control
+    def attach(self, source: Any) -> None:
+        self.source = source
+
+    @remote(DP, reads=("sample_id",), writes=("scores", "slot"))
+    def rollout(self, batch: Batch, /) -> Batch:
+        """The weights that the sampler reads, and how often they came."""
+        scale, loads = self.source.scale, getattr(self.source, "loads", -1)
+        return Batch({"scores": np.full(len(batch), scale, np.float32), "slot": np.full(len(batch), loads)})
+
+
+class Copy:
+    """What a sampler reads of a ``Maker`` elsewhere."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.version, self.loads = scale, 0, 0
+
+    def load(self, weights: dict[str, np.ndarray], version: int) -> None:
+        self.scale, self.version, self.loads = float(weights["scale"][0]), version, self.loads + 1
+
+
+class Sleeper:
+    """Takes known times."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores",))
+    def score(self, batch: Batch, seconds: float, /) -> Batch:
+        time.sleep(seconds)
+        return Batch({"scores": np.zeros(len(batch), np.float32)})
+
+    @remote(ONE_TO_ALL, reads=("scores",), writes=("costs",))
+    def judge(self, batch: Batch, seconds: float, /) -> Batch:
+        time.sleep(seconds)
+        return Batch({"costs": np.zeros(len(batch), np.float32)})
+
+    @remote(ONE_TO_ALL, reads=("costs", "scores"), kind="train")
+    def update(self, batch: Batch, seconds: float, /) -> Batch:
+        time.sleep(seconds)
+        return Batch({}, len(batch))
+
+    @remote(ONE_TO_ALL)
+    def spin(self, batch: Batch, seconds: float, /) -> Batch:
+        """Never lets go of the interpreter by itself."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return Batch({}, len(batch))
+
+    @remote(ONE_TO_ALL)
+    def sleep(self, batch: Batch, seconds: float, /) -> Batch:
+        time.sleep(seconds)
+        return Batch({}, len(batch))
+
+
+class Troubled:
+    """Fails in every way there is."""
+
+    def __init__(self, context: WorkerContext, start_s: float = 0.0) -> None:
+        self.context = context
+        time.sleep(start_s)
+
+    def _alone(self, what: Callable[[], Any]) -> Batch:
+        """Rank 1 does it, the others wait for it in a sum."""
+        if self.context.rank == 1:
+            what()
+        self.context.sum(torch.zeros(1))
+        raise AssertionError("rank 1 has taken part")
+
+    @remote(DP, reads=("sample_id",))
+    def raise_alone(self, batch: Batch, /) -> Batch:
+        return self._alone(lambda: int("no number"))
+
+    @remote(DP, reads=("sample_id",))
+    def die_alone(self, batch: Batch, /) -> Batch:
+        return self._alone(lambda: os._exit(3))
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores",))
+    def refuse(self, batch: Batch, /) -> Batch:
+        raise RewardError("reward.function: 'nobody' is not defined")
+
+    @control
+    def configure(self) -> int:
+        raise ConfigError(["a.b: first", "c: second"])
+
+    @remote(ONE_TO_ALL)
+    def hang(self, batch: Batch, /) -> Batch:
+        time.sleep(1000)
+        return Batch({}, len(batch))
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores",))
+    def undeclared(self, batch: Batch, /) -> Batch:
+        return Batch({"scores": np.zeros(len(batch), np.float32), "slot": batch["sample_id"]})
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores", "slot"))
+    def incomplete(self, batch: Batch, /) -> Batch:
+        return Batch({"slot": batch["sample_id"]})
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("slot",))
+    def shorter(self, batch: Batch, /) -> Batch:
+        return Batch({"slot": batch["sample_id"][1:]})
+
+    @remote(ONE_TO_ALL, reads=("sample_id",), writes=("slot",))
+    def change(self, batch: Batch, /) -> Batch:
+        batch["sample_id"][0] = 7
+        return Batch({"slot": batch["sample_id"]})
+
+
+def role(name: str, worker: Any, **args: Any) -> Role[Any]:
+    return Role(name, worker, args)
