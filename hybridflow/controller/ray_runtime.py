@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hybridflow.controller.local_runtime import check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
+from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL
 from hybridflow.controller.ray_group import WorkerGroup, connect, reserve
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
 from hybridflow.core.batch import Batch
@@ -230,13 +231,11 @@ class RayRuntime:
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> Any:
         """Call a control method on every rank. One that returns None by its signature is not waited for."""
         group, mesh, protocol = self._group(role.name), self.mesh(role), control_protocol(method)
-        wanted = (0,) if protocol is None else tuple(protocol.collect(mesh))
+        wanted = (0,) if protocol is None else tuple(range(mesh.size) if protocol is ONE_TO_ALL else protocol.collect(mesh))
         results: dict[int, Any] = {}
         asked = []
         for rank in range(mesh.size):
-            own = (
-                _own_entries(arguments, rank, mesh) if protocol is not None and protocol.name == "ALL_TO_ALL" else arguments
-            )
+            own = _own_entries(arguments, rank, mesh) if protocol is ALL_TO_ALL else arguments
             reference = group.processes[rank].control.remote(role.name, name, rank in wanted, *own)
             asked.append(reference)
             self._track(reference, _Task(role.name, f"{role.name}.{name}", group, rank, _keeper(results, rank)))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
+import numpy as np
 from torch import Tensor
 
 from hybridflow.core.batch import Batch
@@ -84,6 +85,7 @@ def remote(
     kind: Kind = "forward",
 ) -> Callable[[Method], Method]:
     """Declare a method as a verb: it moves rows, ``Batch -> Batch``."""
+    protocol.distribute(np.zeros(0, np.int64), Mesh())  # refuses here what is for control methods only
 
     def declare(method: Method) -> Method:
         method.verb = Verb(protocol, reads, writes, rows, kind)  # type: ignore[attr-defined]
@@ -99,9 +101,9 @@ def control(method: TransferProtocol, /) -> Callable[[Method], Method]: ...
 def control(method: Any, /) -> Any:
     """Declare a method that moves no rows (save, export, names ...): every rank calls it with the same arguments.
 
-    Its result is that of rank 0. With a protocol, ``@control(THREE_D_PP_ONLY)``, it returns a list, and the result is the
-    lists of the protocol's ``collect`` ranks, one behind the other; with ALL_TO_ALL its arguments are lists with one
-    entry for each rank, of which a rank gets its own.
+    Its result is that of rank 0. With a protocol it returns a list, and the result is the lists of several ranks, one
+    behind the other: of the protocol's ``collect`` ranks (THREE_D_PP_ONLY: one of each pipeline stage), or of all ranks
+    (ONE_TO_ALL and ALL_TO_ALL); with ALL_TO_ALL its arguments are lists with one entry for each rank, which gets its own.
     """
     if isinstance(method, TransferProtocol):
         return lambda function: _declare_control(function, method)
