@@ -1,6 +1,7 @@
 """The ``hybridflow`` program.
 
-Exit codes: 0 done, 1 ``doctor`` found a problem, 2 a user's mistake (told in one line each), 130 interrupted.
+Exit codes: 0 done, 1 a worker process failed or ``doctor`` found a problem, 2 a user's mistake (told in one line each),
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.errors import ConfigError, HybridFlowError, ResourceError, UserError
+from hybridflow.core.errors import ConfigError, HybridFlowError, ResourceError, UserError, WorkerError
 
 __all__ = ["main"]
 
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(*error.problems)
     except UserError as error:
         return _fail(str(error))
+    except WorkerError as error:
+        _fail(*([MEMORY] if _out_of_memory(error) else []), str(error))
+        return 1
     except HybridFlowError as error:
         return _fail(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
