@@ -22,6 +22,7 @@ from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
 from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.replica import Replica
 
 __all__ = ["EnvironmentParts"]
 
@@ -56,7 +57,8 @@ class EnvironmentParts:
         name = config.actor.model or _called(config.actor.net)
         networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"), name)
         exploration = config.exploration if learns_values else None
-        learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
+        args = {"networks": networks, **config.learner_args(config.actor)}
+        learner = Role("actor", Learner, args, replica=partial(Replica, networks))
         args = {"config": self.environment, "seed": config.seed, "exploration": exploration}
         return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, args))
 

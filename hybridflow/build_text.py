@@ -36,6 +36,7 @@ from hybridflow.hooks import Evaluation
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
 from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 from hybridflow.workers.text_sampler import TextSampler
 
@@ -118,7 +119,8 @@ class TextParts:
         networks = Networks(
             partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",), self.decoder.name
         )
-        learner = Role("actor", Learner, {"networks": networks, **config.learner_args(config.actor)})
+        args = {"networks": networks, **config.learner_args(config.actor)}
+        learner = Role("actor", Learner, args, replica=partial(Replica, networks))
         args = {
             "tokenizer": self.tokenizer,
             "params": params,

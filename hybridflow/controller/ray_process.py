@@ -212,7 +212,8 @@ class Process:
     def replicate(self, learner: Role[Any], sampler: str) -> None:
         """Let a sampler read a copy of the networks of a learner that lives elsewhere."""
         with self._working(f"{sampler}: start"):
-            self.replicas[sampler] = learner.worker.replica(**learner.args)  # type: ignore[attr-defined]
+            assert learner.replica is not None, f"role {learner.name!r} has no replica"
+            self.replicas[sampler] = learner.replica()
             self.roles[sampler][1].attach(self.replicas[sampler])
 
     def weights(self, learner: str) -> Any:

@@ -160,7 +160,8 @@ class WorkerContext:
 class Role(Generic[W]):
     """What to build: ``worker(context, **args)``, called ``name``. ``rename`` maps written columns to other names.
 
-    ``max_workers``: the most processes of a pool that it can use, None for any number.
+    ``max_workers``: the most processes of a pool that it can use, None for any number. ``replica``, of a learner: makes
+    what a sampler reads instead of it where the two are in different processes.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Role(Generic[W]):
     args: Mapping[str, Any] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
     max_workers: int | None = None
+    replica: Callable[[], Any] | None = None
 
     def columns_of(self, verb: Verb, arguments: Sequence[Any]) -> tuple[Names, Names]:
         """(reads, writes) of a call: the verb's own plus those of declared functions among its arguments."""
