@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +12,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.controller.ray_process import Process, Setup
+from hybridflow.controller.ray_process import RAY_INLINES, Process, Setup
 from hybridflow.core.errors import UserError
 from hybridflow.core.placement import ResourcePool
 
 __all__ = ["WorkerGroup", "connect", "reserve"]
 
-RESERVE_S = 10.0
+RESERVE_S = 10  # Ray cuts it to whole seconds
 PING_S = 2.0
+KNOCK_S = 5.0
 
 
 def connect(address: str | None, slots: int) -> bool:
@@ -30,14 +32,16 @@ def connect(address: str | None, slots: int) -> bool:
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_max_direct_call_object_size", str(RAY_INLINES))
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first is raised, the others are its consequences
     quiet = {"logging_level": "ERROR", "log_to_driver": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if address is not None:
             try:
+                _knock(address)
                 ray.init(address=address, **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 hint = 'start one with "ray start --head", or leave runtime.address out'
                 told = str(error).strip().splitlines()[0]
                 raise UserError(f"runtime.address = {address!r}: no Ray cluster answers there ({told}); {hint}") from None
@@ -45,6 +49,13 @@ def connect(address: str | None, slots: int) -> bool:
         local = {"num_cpus": slots or os.cpu_count(), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         ray.init(address="local", **local, **quiet)
     return True
+
+
+def _knock(address: str) -> None:
+    """OSError if nobody listens at "host:port": Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
 
 
 def reserve(pools: Sequence[ResourcePool], resource: str) -> dict[str, PlacementGroup]:

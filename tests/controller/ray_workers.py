@@ -109,13 +109,17 @@ class Maker:
         return Batch({"sample_id": ids, "scores": (ids / 10).astype(np.float32)})
 
     @remote(VIEW, reads=("sample_id", "tokens", "scores"), kind="train")
-    def update(self, batch: Batch, /) -> Batch:
+    def update(self, batch: Batch, loss: None = None, /) -> Batch:
         """Adds the scores of rows i, i + blocks ... of block i; never looks at the tokens."""
         mine = batch.rows(np.arange(self.context.block, len(batch), self.context.mesh.dp))
         total = self.context.sum(torch.tensor([float(mine["scores"].sum())]))
         self.context.metrics.add("total", float(total))
         self.scale, self.version = float(total), self.version + 1
         return Batch({}, len(batch))
+
+    @remote(THREE_D, reads=("scores",), writes=("costs",))
+    def copy_scores(self, batch: Batch, /) -> Batch:
+        return Batch({"costs": batch["scores"]})
 
     @remote(THREE_D, reads=("sample_id",), writes=("observations",))
     def fill_memory(self, batch: Batch, width: int, /) -> Batch:
@@ -125,21 +129,15 @@ class Maker:
     def add_up(self, batch: Batch, /) -> Batch:
         return Batch({"scores": np.array([row.sum() for row in batch["observations"]], np.float32)}, len(batch))
 
-    @remote(ONE_TO_ALL)
-    def ordered(self, batch: Batch, slow: int, /) -> Batch:
-        """Rank ``slow`` is late."""
-        time.sleep(0.2 * (self.context.rank == slow))
-        return Batch({}, len(batch))
-
     @remote(DP, reads=("sample_id",), writes=("slot",))
     def add_in_order(self, batch: Batch, slow: int, /) -> Batch:
         time.sleep(0.2 * (self.context.rank == slow))
         self.context.metrics.add("sum", SUMMANDS[self.context.rank], len(SUMMANDS) ** -1)
         return Batch({"slot": batch["sample_id"]})
 
-    @control
-    def pid(self) -> int:
-        return os.getpid()
+    @control(ALL_TO_ALL)
+    def pids(self) -> list[int]:
+        return [os.getpid()]
 
     @control
     def state_dict(self) -> dict[str, Any]:
@@ -151,9 +149,14 @@ class Maker:
 
     # As learner and sampler.
 
-    @staticmethod
-    def replica(**args: Any) -> Copy:
-        return Copy(**args)
+    @remote(THREE_D, reads=("tokens",), writes=("learner_log_probs",))
+    def compute_log_probs(self, batch: Batch, /) -> Batch:
+        return Batch({"learner_log_probs": batch.ragged("tokens").like(np.zeros(batch.lengths.sum(), np.float32))})
+
+    @control
+    def read_version(self) -> int:
+        version: int = self.source.version
+        return version
 
     @control
     def weights(self) -> dict[str, np.ndarray]:
@@ -166,15 +169,15 @@ class Maker:
     @remote(DP, reads=("sample_id",), writes=("scores", "slot"))
     def rollout(self, batch: Batch, /) -> Batch:
         """The weights that the sampler reads, and how often they came."""
-        scale, loads = self.source.scale, getattr(self.source, "loads", -1)
+        scale, loads = self.source.scale, self.source.loads
         return Batch({"scores": np.full(len(batch), scale, np.float32), "slot": np.full(len(batch), loads)})
 
 
 class Copy:
     """What a sampler reads of a ``Maker`` elsewhere."""
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self.scale, self.version, self.loads = scale, 0, 0
+    def __init__(self) -> None:
+        self.scale, self.version, self.loads = 0.0, 0, 0
 
     def load(self, weights: dict[str, np.ndarray], version: int) -> None:
         self.scale, self.version, self.loads = float(weights["scale"][0]), version, self.loads + 1
@@ -221,6 +224,10 @@ class Troubled:
     def __init__(self, context: WorkerContext, start_s: float = 0.0) -> None:
         self.context = context
         time.sleep(start_s)
+
+    @control(ALL_TO_ALL)
+    def pids(self) -> list[int]:
+        return [os.getpid()]
 
     def _alone(self, what: Callable[[], Any]) -> Batch:
         """Rank 1 does it, the others wait for it in a sum."""
