@@ -177,8 +177,8 @@ class RayRuntime:
         )
         known = batch.known_rows if verb.rows == "same" else None
         source = _Source(self, output, [ref[0] for ref in collected], known)
-        new = Batch({column: Lazy(((source, column),)) for column in names}, known)
-        return new if verb.rows == "new" else batch.with_columns(**new.columns)
+        new = {column: Lazy(((source, column),)) for column in names}
+        return Batch(new) if verb.rows == "new" else batch.with_columns(**new)
 
     def _method(self, group: WorkerGroup, rank: int, num_returns: int) -> Any:
         key = group.pool.name, rank, num_returns

@@ -1,0 +1,168 @@
+"""Whole runs on worker processes: they learn what one process learns, wherever the roles are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CARTPOLE, REVERSE, Outcome, with_keys
+from test_runs import ENVIRONMENTS, TEXT, assert_equal, records, run, state
+
+from hybridflow.config import resolved, validate
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+OF_RAY = ("moved/", "driver/", "workers/")
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": REVERSE,
+    "ppo": TEXT["ppo"],
+    "safe-rlhf": TEXT["safe-rlhf"],
+    "remax": with_keys(REVERSE, algorithm="remax"),
+    "dynamic-sampling": TEXT["dynamic-sampling"],
+    "sft": TEXT["sft"],
+    "ppo-cartpole": CARTPOLE,
+    "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
+}
+APART = {"train": 1, "rest": 1}
+
+
+def on_ray(data: dict[str, Any], pools: dict[str, Any] | None = None, **roles: str) -> dict[str, Any]:
+    placement = {"placement": {"pools": pools, "roles": roles}} if pools else {}
+    return {**data, "runtime": {"kind": "ray", "timeout_s": 60}, **placement}
+
+
+def learned(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of the mathematics alone."""
+    return [{k: v for k, v in line.items() if not k.startswith(OF_RAY)} for line in records(run_dir)]
+
+
+def split(data: dict[str, Any]) -> dict[str, Any]:
+    """Actor and sampler on one pool, all other roles on another."""
+    others = {"critic": ("ppo", "safe_rlhf"), "reward": (), "reference": (), "cost": ("safe_rlhf",)}
+    named = {role for role, methods in others.items() if data["algorithm"] in methods}
+    named |= {"reward"} if "data" in data else set()
+    named |= {"reference"} if "kl" in data else set()
+    return on_ray(data, APART, actor="train", **(dict.fromkeys(named, "rest") or {"sampler": "rest"}))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", METHODS)
+def test_worker_processes_learn_bit_for_bit_what_one_process_learns(name: str, tmp_path: Path) -> None:
+    data = with_keys(METHODS[name], train__steps=3, checkpoint={"every": 3})
+    local, processes = run(data, tmp_path / "local"), run(split(data), tmp_path / "ray")
+    assert learned(local) == learned(processes)
+    assert_equal(state(local), state(processes))
+    if "data" in data and name != "sft":
+        assert (local / "samples.jsonl").read_text() == (processes / "samples.jsonl").read_text()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["ppo", "safe-rlhf", "ppo-cartpole"])
+def test_several_workers_of_each_role_change_the_last_digits_alone(name: str, tmp_path: Path) -> None:
+    """Of the first optimizer step: AdamW, whose steps have one size whatever the gradient's, makes more of them."""
+    data = with_keys(METHODS[name], train={"steps": 1, "minibatches": 1})
+    local = learned(run(data, tmp_path / "local"))[-1]
+    pools = {"train": 3, "rest": 2}
+    many = learned(run({**split(data), "placement": {**split(data)["placement"], "pools": pools}}, tmp_path / "ray"))[-1]
+    assert many.keys() == local.keys()
+    rounding = {"actor/mismatch", "actor/mismatch_max", "actor/effective_samples"}
+    steps = {key: many[key] for key in local if not key.startswith("eval/") and key not in rounding}
+    assert steps == pytest.approx({key: local[key] for key in steps}, rel=2e-5, abs=1e-6)
+
+
+def test_a_sampler_elsewhere_draws_from_the_newest_weights(tmp_path: Path) -> None:
+    data = with_keys(REVERSE, train__steps=3)
+    pools = {"learn": 1, "draw": 1}
+    apart = on_ray(data, pools, actor="learn", sampler="draw", reward="learn")
+    assert learned(run(data, tmp_path / "local")) == learned(run(apart, tmp_path / "ray"))
+
+
+def test_a_checkpoint_goes_on_with_another_placement(tmp_path: Path) -> None:
+    data = with_keys(TEXT["ppo"], checkpoint={"every": 2}, evaluation__every=2)
+    whole = run(data, tmp_path / "whole", train__steps=4)
+    run(split(data), tmp_path / "parts", train__steps=2)
+    parts = run(data, tmp_path / "parts", resume="latest", train__steps=4)
+    assert_equal(state(whole), state(parts))
+    assert learned(whole) == learned(parts)
+
+
+def test_environments_go_on_in_another_number_of_workers(tmp_path: Path) -> None:
+    data = with_keys(CARTPOLE, checkpoint={"every": 2})
+    two = {**split(data), "placement": {"pools": {"train": 2, "rest": 1}, "roles": {"actor": "train", "critic": "rest"}}}
+    run(two, tmp_path / "run", train__steps=2)
+    before = [saved["slot"] for saved in state(tmp_path / "run")["sampler"]]
+    run(on_ray(data, {"main": 3}), tmp_path / "run", resume="latest", train__steps=4)
+    after = state(tmp_path / "run")["sampler"]
+    assert before == [0, 1, 2, 3] and sorted(saved["slot"] for saved in after) == before
+    assert records(tmp_path / "run")[-1]["step"] == 4
+
+
+@pytest.mark.timeout(180)
+def test_memory_is_flat_over_a_hundred_steps(tmp_path: Path) -> None:
+    run(on_ray(REVERSE, {"main": 2}), tmp_path / "run", train__steps=100)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("memory/rss_gb", "workers/rss_gb_max"):
+        assert lines[100][name] - lines[20][name] < 0.02, name
+    assert max(line["driver/bytes"] for line in lines[1:]) < 100_000
+
+
+FUNCTIONS = """
+import os, signal
+def kills(response): os.kill(os.getppid(), signal.SIGKILL)
+def raises(response):
+    if len(response) > 2: raise ValueError("no score")
+    return 0.5
+"""
+
+
+def written(folder: Path, data: dict[str, Any]) -> Path:
+    (folder / "functions.py").write_text(FUNCTIONS)
+    path = folder / "run.toml"
+    path.write_text(resolved(validate({**data, "run_dir": str(folder / "run")}, "test")))
+    return path
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_name(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    data = with_keys(split(REVERSE), reward={"functions": [f"{tmp_path / 'functions.py'}:kills"], "workers": 1})
+    code, _, err = hybridflow("train", written(tmp_path, data))
+    assert code == 1 and err.startswith("error: worker 0 of pool 'rest' died during reward.score: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_user_s_mistake_in_a_worker_is_told_in_one_line(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    reward = {"functions": [f"{tmp_path / 'functions.py'}:raises"], "workers": 1}
+    path = written(tmp_path, with_keys(split(REVERSE), reward=reward))
+    in_workers = hybridflow("train", path)
+    in_process = hybridflow("train", written(tmp_path, with_keys(REVERSE, reward=reward)))
+    assert in_workers.code == in_process.code == 2
+    one, other = (re.sub(r"\d+ of", "some of", outcome.err) for outcome in (in_workers, in_process))
+    assert one == other and in_workers.err.count("\n") == 1 and "no score" in in_workers.err
+    misspelt = {"functions": [f"{tmp_path / 'functions.py'}:rises"]}
+    code, _, err = hybridflow("train", written(tmp_path, with_keys(split(REVERSE), reward=misspelt)))
+    assert code == 2 and len(err.splitlines()) == 1 and "rises" in err
+
+
+def test_without_ray_the_extra_is_named(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, find = written(tmp_path, split(REVERSE)), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    code, _, err = hybridflow("train", path)
+    assert code == 2 and err.count("\n") == 1 and 'pip install "hybridflow[ray]"' in err
+
+
+@pytest.mark.timeout(120)
+def test_two_jobs_on_one_machine_don_t_meet(tmp_path: Path) -> None:
+    """The second starts a Ray of its own beside the one that the other tests use."""
+    path = written(tmp_path, {**split(REVERSE), "runtime": {"kind": "ray", "slots": 2}})
+    command = [sys.executable, "-m", "hybridflow.cli", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert learned(tmp_path / "run") == learned(run(REVERSE, tmp_path / "local"))
