@@ -19,6 +19,7 @@ from hybridflow.core.placement import ResourcePool
 __all__ = ["WorkerGroup", "connect", "reserve"]
 
 RESERVE_S = 10  # Ray cuts it to whole seconds
+ENVIRONMENT = {"env_vars": {"RAY_max_direct_call_object_size": str(RAY_INLINES)}}
 PING_S = 2.0
 KNOCK_S = 5.0
 
@@ -32,7 +33,6 @@ def connect(address: str | None, slots: int) -> bool:
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_max_direct_call_object_size", str(RAY_INLINES))
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first is raised, the others are its consequences
     quiet = {"logging_level": "ERROR", "log_to_driver": True}
     with warnings.catch_warnings():
@@ -104,7 +104,12 @@ class WorkerGroup:
         for bundle, count in enumerate(pool.nodes):
             strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle)
             for _ in range(count):
-                options = {"num_cpus": 1, "num_gpus": int(gpus), "scheduling_strategy": strategy}
+                options = {
+                    "num_cpus": 1,
+                    "num_gpus": int(gpus),
+                    "scheduling_strategy": strategy,
+                    "runtime_env": ENVIRONMENT,
+                }
                 self.processes.append(remote.options(**options).remote(setup(len(self.processes))))
 
     def listen(self) -> Any:

@@ -35,9 +35,10 @@ from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
 from hybridflow.core.roles import Role, WorkerContext, verb_of
 
-__all__ = ["Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
+__all__ = ["RAY_INLINES", "Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
 
-RAY_INLINES = 100 * 1024
+RAY_INLINES = 10 * 1024
+"""Smaller results pass through the driver, to each of their readers; with Ray's own limit, 100 KB, megabytes a step do."""
 Shipped = Any
 """a column as it is stored: an array, or (values, lengths) of a ragged one"""
 
@@ -254,7 +255,8 @@ class Process:
             if verb.rows == "same" and len(new) != len(own):
                 raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
         clock.lap(verb.kind)
-        manifest = describe(new, rows if verb.rows == "same" else None, self.node, (self.setup.pool, self.setup.rank))
+        me = self.setup.pool, self.setup.rank
+        manifest = describe(new, rows if verb.rows == "same" else None, len(weighed), self.node, me)
         metrics = Metrics()
         metrics.merge(context.metrics, prefix=f"{role.name}/")
         context.metrics.clear()
