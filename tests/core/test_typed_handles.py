@@ -48,7 +48,7 @@ def test_handles_are_typed(tmp_path: Path) -> None:
     wrong = {
         "critic.compute_value(batch)": '"Learner" has no attribute "compute_value"',
         "critic.update(batch)": 'Too few arguments for "update" of "Learner"',
-        'critic.num_parameters() + "x"': 'Unsupported operand types for + ("tuple[int, int]" and "str")',
+        "name: str = critic.num_parameters()": "Incompatible types in assignment",
         'runtime.role(Role("e", EstimatorWorker)).compute_values(batch)': '"EstimatorWorker" has no attribute',
         "estimator: Critic = runtime.role(Role('e', EstimatorWorker))": "Incompatible types in assignment",
     }
