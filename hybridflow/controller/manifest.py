@@ -30,22 +30,23 @@ Fetch = Callable[[int, str, Rows], Loaded]
 class Manifest:
     """One rank's part of a call's output: ``num_rows`` rows.
 
-    ``rows``: which rows of the call's batch they are, None for rows that the call made, which ``key`` orders.
+    ``rows``: which of the ``call_rows`` rows of the call's batch they are, None for rows of its own, which ``key`` orders.
     ``lengths``: of the columns on each ragged axis. ``node`` and ``worker`` (pool, rank): who holds the columns.
     """
 
     num_rows: int
     rows: Rows | None
+    call_rows: int
     key: Array | None
     lengths: Mapping[Axis, NDArray[np.int64]]
     node: str
     worker: tuple[str, int]
 
 
-def describe(batch: Batch, rows: Rows | None, node: str, worker: tuple[str, int]) -> Manifest:
+def describe(batch: Batch, rows: Rows | None, call_rows: int, node: str, worker: tuple[str, int]) -> Manifest:
     """The manifest of an output; without ``rows`` it is ordered by its ``sample_id``."""
     lengths = {FIELDS[name].axis: c.lengths for name, c in batch.columns.items() if isinstance(c, Ragged)}
-    return Manifest(len(batch), rows, batch["sample_id"] if rows is None else None, lengths, node, worker)
+    return Manifest(len(batch), rows, call_rows, batch["sample_id"] if rows is None else None, lengths, node, worker)
 
 
 class Output:
@@ -71,7 +72,7 @@ class Output:
         rows = [manifest.rows for manifest in self.manifests if manifest.rows is not None]
         if rows:
             order = np.argsort(np.concatenate(rows), kind="stable")
-            if not np.array_equal(np.concatenate(rows)[order], np.arange(self.num_rows)):
+            if not np.array_equal(np.concatenate(rows)[order], np.arange(self.manifests[0].call_rows)):
                 raise ContractError(f"the protocol of {self.writer} doesn't give every row to exactly one collected rank")
         else:
             order = np.argsort(np.concatenate([m.key for m in self.manifests if m.key is not None]), kind="stable")

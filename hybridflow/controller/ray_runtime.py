@@ -210,7 +210,7 @@ class RayRuntime:
             return source.refs
         column = cast(Held, source).column
         if (id(column), name) not in self._held:
-            manifest = describe(Batch({name: column}), np.arange(len(column)), "", ("", 0))
+            manifest = describe(Batch({name: column}), np.arange(len(column)), len(column), "", ("", 0))
             size = num_bytes(column)
             self._driver_bytes += size
             value = ship(column)
