@@ -65,8 +65,8 @@ class Marker:
         return [self.context.rank]
 
     @control(ONE_TO_ALL)
-    def first(self) -> list[int]:
-        return [self.context.rank, self.context.rank]
+    def everyone(self) -> list[tuple[int, str]]:
+        return [(self.context.rank, "x"), (self.context.rank, "y")]
 
     @control
     def plain(self, what: str) -> str:

@@ -88,5 +88,5 @@ def test_control_methods_collect_what_their_protocol_says(runtime: Laid, name: s
     letters = [chr(97 + rank) for rank in range(mesh.size)]
     assert handle.echo(letters, list(range(mesh.size))) == [(r, letters[r], r) for r in range(mesh.size)]
     assert handle.stages() == [stage * mesh.tp for stage in range(mesh.pp)]
-    assert handle.first() == [0, 0]
+    assert handle.everyone() == [(r, what) for r in range(mesh.size) for what in "xy"]
     assert handle.plain("rank") == "rank 0"
