@@ -21,6 +21,8 @@ from hybridflow.core.traced import Traced
 __all__ = ["Array", "Column", "Held", "Lazy", "Loaded", "Places", "Ragged", "Source", "assemble", "join", "objects", "take"]
 
 Array = NDArray[Any]
+LONG = 192
+"""entries of a row, from which on copying rows one by one is cheaper than an index of all entries"""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Ragged:
         starts = self.offsets[:-1][index]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
+        if total > LONG * len(index):
+            return Ragged(np.concatenate(_spans(self.values, starts, lengths)), lengths)
         return Ragged(self.values[np.repeat(starts - (ends - lengths), lengths) + np.arange(total)], lengths)
 
     def padded(self, fill: Any = 0) -> Array:
@@ -86,6 +90,10 @@ class Ragged:
     def like(self, values: Array) -> Ragged:
         """Other ``values`` on the same axis."""
         return Ragged(values, self.lengths)
+
+
+def _spans(values: Array, starts: Rows, lengths: Rows) -> list[Array]:
+    return [values[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
 
 
 Loaded = Array | Ragged
@@ -196,9 +204,25 @@ def assemble(places: Places, load: Callable[[int, Rows], Loaded]) -> Loaded:
         return load(int(parts[0]) if len(parts) else 0, places.row)
     at = [np.flatnonzero(places.part == part) for part in parts]
     loaded = [load(int(part), places.row[here]) for part, here in zip(parts, at, strict=True)]
-    order = np.empty(len(places), np.int64)
-    order[np.concatenate(at)] = np.arange(len(places))
-    return take(join(loaded), order)
+    ragged = [column for column in loaded if isinstance(column, Ragged)]
+    if ragged:
+        order = np.empty(len(places), np.int64)
+        order[np.concatenate(at)] = np.arange(len(places))
+        return _merge(ragged, order)
+    first = loaded[0]
+    out = np.empty((len(places), *first.shape[1:]), first.dtype)  # type: ignore[union-attr]
+    for here, column in zip(at, loaded, strict=True):
+        out[here] = column
+    return out
+
+
+def _merge(columns: Sequence[Ragged], order: Rows) -> Loaded:
+    """The rows at ``order`` of the columns one below the other; long ones are copied once."""
+    lengths = np.concatenate([column.lengths for column in columns])
+    if lengths.sum() <= LONG * len(order):
+        return take(join(columns), order)
+    rows = [row for column in columns for row in _spans(column.values, column.offsets[:-1], column.lengths)]
+    return Ragged(np.concatenate([rows[row] for row in order.tolist()]), lengths[order])
 
 
 def take(column: Loaded, index: Rows) -> Loaded:

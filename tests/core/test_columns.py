@@ -217,3 +217,15 @@ def test_join_keeps_the_kind() -> None:
     equal(join([objects(["a"]), objects([]), objects([None])]), objects(["a", None]))
     equal(join([Ragged.from_rows([[1]]), Ragged.from_rows([[], [2, 3]])]), Ragged.from_rows([[1], [], [2, 3]]))
     assert join([np.zeros((0, 3)), np.ones((2, 3))]).shape == (2, 3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("length", [3, 300])
+def test_short_and_long_rows_come_from_several_parts_in_the_order_asked_for(length: int) -> None:
+    lengths = np.array([length, 0, length + 1, 2 * length])
+    parts = [Ragged(np.arange(lengths.sum()) + 10_000 * part, lengths) for part in range(3)]
+    places = Places(np.array([2, 0, 2, 1, 0], np.int32), np.array([3, 2, 0, 1, 2]))
+    found = assemble(places, lambda part, rows: take(parts[part], rows))
+    assert isinstance(found, Ragged)
+    wanted = [parts[part][row] for part, row in zip(places.part.tolist(), places.row.tolist(), strict=True)]
+    assert found.lengths.tolist() == [len(row) for row in wanted]
+    assert np.array_equal(found.values, np.concatenate(wanted))
