@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from hybridflow.controller.protocols import (
@@ -123,7 +124,8 @@ class Maker:
 
     @remote(THREE_D, reads=("sample_id",), writes=("observations",))
     def fill_memory(self, batch: Batch, width: int, /) -> Batch:
-        return Batch({"observations": Ragged(np.ones((len(batch), width), np.float32), np.ones(len(batch), np.int64))})
+        values = np.repeat(batch["sample_id"].astype(np.float32)[:, None], width, 1)
+        return Batch({"observations": Ragged(values, np.ones(len(batch), np.int64))})
 
     @remote(THREE_D, reads=("observations",), writes=("scores",))
     def add_up(self, batch: Batch, /) -> Batch:
@@ -138,6 +140,10 @@ class Maker:
     @control(ALL_TO_ALL)
     def pids(self) -> list[int]:
         return [os.getpid()]
+
+    @control(ALL_TO_ALL)
+    def nodes(self) -> list[str]:
+        return [ray.get_runtime_context().get_node_id()]
 
     @control
     def state_dict(self) -> dict[str, Any]:

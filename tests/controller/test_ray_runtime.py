@@ -248,7 +248,7 @@ def test_what_no_batch_refers_to_is_forgotten(pools: Pools) -> None:
     for _ in range(20):
         out = pools.a.fill_memory(ids(10), 125_000)
         summed = pools.b.add_up(out)
-        assert summed["scores"].tolist() == [125_000.0] * 10
+        assert summed["scores"].tolist() == [125_000.0 * i for i in range(10)]
         assert _stored_bytes() >= before + 4_900_000
         del out, summed
         pools.runtime.drain()
