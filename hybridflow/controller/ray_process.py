@@ -63,6 +63,11 @@ class Setup:
     timeout_s: float
     loopback: bool
 
+    @property
+    def patience(self) -> timedelta:
+        """How long processes wait for each other: longer than the driver does, who can tell which of them hangs."""
+        return timedelta(seconds=self.timeout_s + 60)
+
 
 @dataclass(frozen=True)
 class OutputRefs:
@@ -166,10 +171,8 @@ class Process:
         self.socket.bind((host, 0))
         self.socket.listen()
         port = self.socket.getsockname()[1]
-        timeout = timedelta(seconds=self.setup.timeout_s)
-        self.store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=self.socket.detach()
-        )
+        fd, timeout = self.socket.detach(), self.setup.patience
+        self.store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
         return host, port
 
     def join(self, address: tuple[str, int] | None, peers: Mapping[tuple[str, int], Any]) -> int:
@@ -177,7 +180,7 @@ class Process:
         torch.set_num_threads(self.setup.threads)
         self.peers = peers
         if address is not None:
-            timeout = timedelta(seconds=self.setup.timeout_s)
+            timeout = self.setup.patience
             if self.setup.rank:
                 self.store = TCPStore(*address, is_master=False, timeout=timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -202,8 +205,7 @@ class Process:
             line = range(place, mesh.size, places)
             if line not in self.lines:
                 whole = len(line) == self.setup.size
-                timeout = timedelta(seconds=self.setup.timeout_s)
-                self.lines[line] = None if whole else dist.new_group([*line], timeout)
+                self.lines[line] = None if whole else dist.new_group([*line], self.setup.patience)
         return partial(dist.all_reduce, group=self.lines[range(self.setup.rank % places, mesh.size, places)])
 
     def share(self, learner: str, sampler: str) -> None:

@@ -250,18 +250,29 @@ class Troubled:
     def die_alone(self, batch: Batch, /) -> Batch:
         return self._alone(lambda: os._exit(3))
 
+    @remote(DP, reads=("sample_id",))
+    def refuse_alone(self, batch: Batch, /) -> Batch:
+        return self._alone(self._refuse)
+
+    def _refuse(self) -> Batch:
+        raise RewardError("reward.function: 'nobody' is not defined")
+
     @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores",))
     def refuse(self, batch: Batch, /) -> Batch:
-        raise RewardError("reward.function: 'nobody' is not defined")
+        return self._refuse()
 
     @control
     def configure(self) -> int:
         raise ConfigError(["a.b: first", "c: second"])
 
-    @remote(ONE_TO_ALL)
-    def hang(self, batch: Batch, /) -> Batch:
-        time.sleep(1000)
-        return Batch({}, len(batch))
+    @remote(DP, reads=("sample_id",))
+    def hang_alone(self, batch: Batch, /) -> Batch:
+        return self._alone(lambda: time.sleep(1000))
+
+    @control(ALL_TO_ALL)
+    def patience_s(self) -> list[float]:
+        """How long a sum waits for the other ranks."""
+        return [torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()]
 
     @remote(ONE_TO_ALL, reads=("sample_id",), writes=("scores",))
     def undeclared(self, batch: Batch, /) -> Batch:

@@ -95,19 +95,32 @@ def test_a_users_mistake_in_a_single_process_leaves_the_others_alive() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
-    with running(1) as runtime:
+def test_workers_that_hang_are_named_with_their_stacks() -> None:
+    with running(2) as runtime:
         handle = runtime.role(role("p0", Troubled))
-        (pid,) = handle.pids()
+        pids = handle.pids()
+        assert min(handle.patience_s()) > runtime.timeout_s + 30, "the driver gives up before those who wait for a rank"
         runtime.timeout_s = 1.0
-        handle.hang(IDS)
+        handle.hang_alone(IDS)
         with pytest.raises(WorkerError) as told:
             runtime.drain()
         first, *rest = str(told.value).splitlines()
         assert first == "nothing was done for 1 s (runtime.timeout_s); still missing:"
-        assert rest[0] == "p0.hang in worker 0 of pool 'p0', which is at p0.hang"
-        assert any("time.sleep(1000)" in line for line in rest)
-        assert gone([pid])
+        at = [rest.index(f"p0.hang_alone in worker {r} of pool 'p0', which is at p0.hang_alone") for r in range(2)]
+        assert any("all_reduce" in line for line in rest[at[0] : at[1]])
+        assert any("time.sleep(1000)" in line for line in rest[at[1] :])
+        assert gone(pids)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_users_mistake_on_one_of_several_ranks_arrives_as_itself_and_ends_all() -> None:
+    with running(2) as runtime:
+        handle = runtime.role(role("p0", Troubled))
+        pids = handle.pids()
+        handle.refuse_alone(IDS)
+        with pytest.raises(RewardError, match=r"^reward\.function: 'nobody' is not defined$"):
+            runtime.drain()
+        assert gone(pids)
 
 
 @pytest.mark.usefixtures("ray_cluster")
