@@ -145,6 +145,8 @@ class RayRuntime:
         self._wait(tuple(self._open))
 
     def _group(self, role: str) -> WorkerGroup:
+        if not self.groups:
+            raise WorkerError(f"role {role!r} has no workers any more: an error or stop() ended them")
         return self.groups[self.placement.pool_of(role).name]
 
     def _each(self, role: str, what: str, ask: Callable[[Any], Any]) -> None:
@@ -381,6 +383,7 @@ class RayRuntime:
         for group in self.groups.values():
             group.kill()
         self.groups = {}
+        self._methods.clear()
         self._open.clear()
         self.roles.clear()
 

@@ -79,6 +79,8 @@ def test_a_process_that_dies_is_named_and_not_those_who_waited_for_it() -> None:
         with pytest.raises(WorkerError, match=r"^worker 1 of pool 'p0' died during p0\.die_alone: .*"):
             runtime.drain()
         assert gone(pids)
+        with pytest.raises(WorkerError, match=r"^role 'p0' has no workers any more"):
+            handle.pids()
 
 
 @pytest.mark.usefixtures("ray_cluster")
