@@ -73,8 +73,8 @@ class Ragged:
         """The rows at ``index`` [K], in that order, repeats allowed."""
         index = np.asarray(index, np.int64)
         lengths = self.lengths[index]
-        starts = self.offsets[:-1][index]
-        ends = np.cumsum(lengths)
+        starts = (self.lengths.cumsum() - self.lengths)[index]
+        ends = lengths.cumsum()
         total = int(ends[-1]) if len(ends) else 0
         if total > LONG * len(index):
             return Ragged(np.concatenate(_spans(self.values, starts, lengths)), lengths)
