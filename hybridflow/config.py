@@ -259,6 +259,13 @@ class RunConfig(Config):
         return roles
 
     @property
+    def models(self) -> list[str]:
+        """The roles that hold a model of their own."""
+        judges = {"reward": self.reward.model, "baseline": self.reward.model, "cost": self.cost.model}
+        own = {"actor", "critic", "cost_critic", "reference", "teacher", *(name for name, model in judges.items() if model)}
+        return [name for name in self.roles() if name in own]
+
+    @property
     def placed(self) -> Placement:
         """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
         if self.runtime.kind == "ray":
@@ -350,7 +357,7 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 
 def _placement_conflicts(config: RunConfig) -> Iterator[str]:
     if config.runtime.kind == "ray":
-        yield from config.placement.conflicts(config.algorithm, config.roles(), config.runtime.slots)
+        yield from config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots)
     elif "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
 

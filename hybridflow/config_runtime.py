@@ -54,6 +54,8 @@ class PlacementConfig(Config):
     """worker processes of each pool; a list: so many on each of several machines; left out: one pool "main" with one"""
     roles: dict[str, str] = Field(default_factory=dict)
     """the pool of each role; with one pool it can be left out"""
+    offload: tuple[str, ...] = ()
+    """roles whose weights and optimizer states leave memory while others of their pool work: to the host, or to files"""
 
     @field_validator("pools", mode="before")
     @classmethod
@@ -72,10 +74,11 @@ class PlacementConfig(Config):
         """A pool for each of the ``roles``; call it when there are no ``conflicts``."""
         pools = tuple(ResourcePool(name, nodes) for name, nodes in self._nodes.items())
         placed = {role: self._pool_of(role) for role in roles}
-        return Placement(pools, placed, self._pool_of("actor"))
+        return Placement(pools, placed, self._pool_of("actor"), self.offload)
 
-    def conflicts(self, algorithm: str, roles: Mapping[str, bool], slots: int) -> Iterator[str]:
-        """``roles``: of the run; False for those that it may turn out not to have. ``slots``: as in ``[runtime]``."""
+    def conflicts(self, algorithm: str, roles: Mapping[str, bool], models: Collection[str], slots: int) -> Iterator[str]:
+        """``roles``: of the run; False for those that it may turn out not to have. ``models``: those with a model of their
+        own. ``slots``: as in ``[runtime]``."""
         pools = self._nodes
         unknown = [*self._unknown(algorithm, roles)]
         yield from unknown
@@ -89,6 +92,11 @@ class PlacementConfig(Config):
         workers = sum(map(sum, pools.values()))
         if 0 < slots < workers:
             yield f"runtime.slots = {slots}: placement.pools have {workers} workers; raise slots or make pools smaller"
+        for role in self.offload:
+            if role not in roles:
+                yield f"placement.offload: {algorithm} has no role {role!r} here{_nearest(role, roles, 'roles')}"
+            elif role not in models:
+                yield f"placement.offload: {role} holds no model of its own here; name some of {', '.join(models)}"
 
     def _unknown(self, algorithm: str, roles: Collection[str]) -> Iterator[str]:
         for role, pool in self.roles.items():

@@ -33,7 +33,7 @@ from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
 from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
-from hybridflow.core.roles import Role, WorkerContext, verb_of
+from hybridflow.core.roles import MemoryPart, Offloadable, Role, WorkerContext, verb_of
 
 __all__ = ["RAY_INLINES", "Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
 
@@ -62,6 +62,7 @@ class Setup:
     folder: str
     timeout_s: float
     loopback: bool
+    offload: tuple[str, ...] = ()
 
     @property
     def patience(self) -> timedelta:
@@ -160,6 +161,8 @@ class Process:
         self.peers: Mapping[tuple[str, int], Any] = {}
         self.roles: dict[str, tuple[Role[Any], Any, WorkerContext]] = {}
         self.replicas: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self.shelved: dict[str, Offloadable] = {}
         self.lines: dict[range, Any] = {}
         self.busy = ""
         self.memory = psutil.Process()
@@ -193,8 +196,14 @@ class Process:
         with self._working(f"{role.name}: start"):
             reduce = self._reduce(mesh)
             if self.setup.rank < mesh.size:
+                self._offload_others(role.name)
                 context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce)
-                self.roles[role.name] = role, role.worker(context, **role.args), context
+                worker = role.worker(context, **role.args)
+                self.roles[role.name] = role, worker, context
+                if role.name in self.setup.offload:
+                    if not isinstance(worker, Offloadable):
+                        raise ContractError(f"role {role.name!r}: {type(worker).__name__} has nothing to offload")
+                    self.shelved[role.name] = worker
 
     def _reduce(self, mesh: Mesh) -> Callable[[torch.Tensor], None] | None:
         """Sums over the data-parallel blocks, that is over the ranks at this one's place (p, t) in each of them."""
@@ -210,18 +219,24 @@ class Process:
 
     def share(self, learner: str, sampler: str) -> None:
         """Let a sampler read the networks of a learner in this process."""
-        self.roles[sampler][1].attach(self.roles[learner][1])
+        with self._working(f"{sampler}: start"):
+            self.sources[sampler] = learner
+            self._make_room(sampler, "attach")
+            self.roles[sampler][1].attach(self.roles[learner][1])
 
     def replicate(self, learner: Role[Any], sampler: str) -> None:
         """Let a sampler read a copy of the networks of a learner that lives elsewhere."""
         with self._working(f"{sampler}: start"):
             assert learner.replica is not None, f"role {learner.name!r} has no replica"
+            self.sources[sampler] = sampler
+            self._make_room(sampler, "attach")
             self.replicas[sampler] = learner.replica()
             self.roles[sampler][1].attach(self.replicas[sampler])
 
     def weights(self, learner: str) -> Any:
         """(None, (weights, version)) of a learner; the second is for ``load``."""
         with self._working(f"{learner}.weights"):
+            self._make_room(learner, "weights")
             worker = self.roles[learner][1]
             return None, (worker.weights(), worker.version)
 
@@ -233,6 +248,8 @@ class Process:
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""
         with self._working(f"{role}.{method}"):
+            if role not in self.sources:  # a sampler's own affairs need no weights
+                self._make_room(role, method)
             result = getattr(self.roles[role][1], method)(*arguments)
         return result if wanted else None
 
@@ -247,6 +264,9 @@ class Process:
         batch = self._batch(call, pulled)
         weighed = weights(batch)  # waits for all inputs
         clock.lap("queue")
+        with self._working(where):
+            if self._make_room(call.role, call.verb):
+                clock.lap("transfer", f"{call.role}.onload")
         rows = verb.protocol.distribute(weighed, context.mesh)[context.rank]
         own = batch if verb.protocol.view else batch.rows(rows).load().freeze()
         clock.lap("transfer")
@@ -266,6 +286,25 @@ class Process:
         inlined = sum(size for size in sizes if size < RAY_INLINES)
         report = Report(metrics, clock.spans, pulled, inlined, self.memory.memory_info().rss)
         return report, manifest, *(ship(new[name]) for name in call.writes)
+
+    def _make_room(self, role: str, method: str) -> int:
+        """Before ``method`` of ``role`` runs: others put away what it doesn't need, and what it needs comes back; the bytes
+        that moved. A sampler needs the weights of its learner. Roles without a model need no room."""
+        source = self.sources.get(role, role)
+        if role not in self.sources and not isinstance(self.roles[role][1], Offloadable):
+            return 0
+        moved = self._offload_others(role, source)
+        if source in self.shelved:
+            moved += self.shelved[source].onload(method if source == role else "weights")
+        return moved
+
+    def _offload_others(self, role: str, source: str = "") -> int:
+        """All roles but ``role`` put away what they hold, the ``source`` keeps its weights; the bytes that moved."""
+        moved = 0
+        for name, worker in self.shelved.items():
+            keep: tuple[MemoryPart, ...] = ("weights",) if name == source else ()
+            moved += worker.offload(keep) if name != role else 0
+        return moved
 
     def _batch(self, call: Call, pulled: dict[str, int]) -> Batch:
         """The call's whole batch, of which nothing has been pulled yet."""
@@ -343,9 +382,9 @@ class _Clock:
         self.name, self.worker, self.last_s = name, worker, time.time()
         self.spans: list[Span] = []
 
-    def lap(self, kind: str) -> None:
+    def lap(self, kind: str, name: str = "") -> None:
         now = time.time()
-        self.spans.append(Span(self.name, kind, self.last_s, now - self.last_s, self.worker))
+        self.spans.append(Span(name or self.name, kind, self.last_s, now - self.last_s, self.worker))
         self.last_s = now
 
 

@@ -118,11 +118,13 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class Placement:
-    """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named."""
+    """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
+    weights and optimizer states leave memory while other roles of their pool work."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
     default: str = "main"
+    offload: tuple[str, ...] = ()
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,8 @@ __all__ = [
     "Estimator",
     "Fn",
     "Loss",
+    "MemoryPart",
+    "Offloadable",
     "Role",
     "Runtime",
     "Scorer",
@@ -53,6 +55,7 @@ __all__ = [
 
 W = TypeVar("W")
 Method = TypeVar("Method", bound=Callable[..., Any])
+MemoryPart = Literal["weights", "optimizer"]
 Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
@@ -350,6 +353,18 @@ class Estimator(Protocol):
     """Runs declared estimators over whole batches."""
 
     def compute(self, batch: Batch, fn: Fn, /) -> Batch: ...
+
+
+@runtime_checkable
+class Offloadable(Protocol):
+    """A worker with a model, which can leave memory while other roles of its process work; the runtime says when.
+
+    ``offload`` puts away all parts but those to ``keep``, ``onload`` takes back what a verb or control method works on.
+    Both return the bytes that moved. Tensors keep their identity.
+    """
+
+    def offload(self, keep: Collection[MemoryPart] = ()) -> int: ...
+    def onload(self, method: str) -> int: ...
 
 
 class Drained(NamedTuple):

@@ -17,7 +17,7 @@ the sums behind ``effective_samples``, and at the end in those of the columns th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,14 +29,15 @@ from hybridflow.controller.protocols import THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.fields import FIELDS
-from hybridflow.core.roles import Fn, Loss, WorkerContext, control, remote
+from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.workers.microbatch import plan_microbatches
+from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
 from hybridflow.workers.units import Pulled, Units
 
-__all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "as_array", "tensors"]
+__all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "all_tensors", "as_array", "tensors"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
     return (*_inputs(args), *final)
 
 
-class Learner:
+class Learner(Shelved):
     """Owns networks and the optimizer of the main one. ``version`` counts updates."""
 
     def __init__(
@@ -85,6 +86,13 @@ class Learner:
         self.networks = dict(networks.build())
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.optimizer = Optimizer(self.model, optimizer, total_steps)
+        weights = Shelf(lambda: all_tensors(*self.networks.values()))
+        self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
+
+    def offload(self, keep: Collection[MemoryPart] = ()) -> int:
+        """See ``Offloadable``. Gradients, which every minibatch begins anew, are dropped."""
+        self.optimizer.zero_grad()
+        return super().offload(keep)
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
@@ -250,11 +258,17 @@ def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
     return {f"{name}/{key}": tensor for key, tensor in (*network.named_parameters(), *network.named_buffers())}
 
 
+def all_tensors(*networks: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of all ``networks``."""
+    for network in networks:
+        yield from (*network.parameters(), *network.buffers())
+
+
 def as_array(tensor: Tensor) -> np.ndarray:
     """The tensor as numpy, without a copy on CPUs; bfloat16, which numpy doesn't know, as its bits in uint16."""
     tensor = tensor.detach().cpu()
-    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
+    # By DLPack: ``Tensor.numpy`` would fix the tensor's memory for ever, and then it can't be offloaded any more.
+    return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
 def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int) -> dict[str, Ragged]:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -105,6 +105,12 @@ class Optimizer:
             for name, parameter in self.parameters.items():
                 if parameter is not self.masters[name]:
                     parameter.copy_(self.masters[name])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """AdamW's moments, and the masters that are not the weights themselves."""
+        yield from (master for name, master in self.masters.items() if master is not self.parameters[name])
+        for state in self.adamw.state.values():
+            yield from state.values()
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, AdamW's moments and the masters that are not the weights themselves."""

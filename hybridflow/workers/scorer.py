@@ -13,7 +13,8 @@ from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.ops.kl import estimate_kl
 from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
-from hybridflow.workers.learner import Networks, forward, score_rows
+from hybridflow.workers.learner import Networks, all_tensors, forward, score_rows
+from hybridflow.workers.offload import Shelf, Shelved
 
 __all__ = ["ModelScorer", "RewardModelScorer", "RewardScorer"]
 
@@ -63,7 +64,7 @@ class RewardScorer:
         self.pool.close()
 
 
-class RewardModelScorer:
+class RewardModelScorer(Shelved):
     """A frozen reward model: ``scores`` of whole rows, prompt and response. A score of NaN is a NonFiniteError.
 
     Every row is read with the first of ``end_tokens`` behind it, also where a limit cut the response: the rows of pairs,
@@ -80,6 +81,7 @@ class RewardModelScorer:
     ) -> None:
         self.context, self.token_budget, self.end_tokens = context, token_budget, end_tokens
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
+        self.shelves = {"weights": Shelf(lambda: all_tensors(self.model))}
 
     @remote(
         THREE_D,
@@ -103,13 +105,14 @@ def _ended(tokens: Ragged, end_tokens: tuple[int, ...]) -> Ragged:
     return Ragged.from_rows(rows, np.int64)
 
 
-class ModelScorer:
+class ModelScorer(Shelved):
     """A frozen policy: the log-probability that it gives to the responses. ``sampled``: the trained policy wrote them, so
     they come with its own ``log_probs``, and their KL is a metric."""
 
     def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, sampled: bool = True) -> None:
         self.context, self.token_budget, self.sampled = context, token_budget, sampled
         self.model: Any = networks.build()[networks.main].requires_grad_(False)
+        self.shelves = {"weights": Shelf(lambda: all_tensors(self.model))}
 
     @remote(
         THREE_D,
