@@ -18,6 +18,7 @@ from hybridflow.core.errors import UserError
 from hybridflow.core.placement import Placement, ResourcePool
 
 ROWS, WIDTH = 20, 62_500  # of 250 kB
+ALL = ROWS * 250_000 * 1.01
 
 
 def main() -> None:
@@ -53,26 +54,27 @@ def big(runtime: RayRuntime, a: Any, b: Any) -> dict[str, Any]:
     ids = Batch({"sample_id": np.arange(ROWS)})
     made = a.fill_memory(ids, WIDTH)
     runtime.drain()
-    stored = [used_bytes()]
+    stored = [used_bytes(ALL)]
     ends = [0, ROWS - 1, ROWS - 1, 0]  # every reader gets rows of either node
     sums = [b.add_up(made.rows(ends[i : i + 2]))["scores"].tolist() for i in (0, 2)]
     moved = runtime.drain().metrics.values()["moved/a.fill_memory-b.add_up"]
-    stored.append(used_bytes())
+    stored.append(used_bytes(ALL))
     in_driver = [float(made.rows([row])["observations"].values.sum()) for row in range(ROWS)]
-    stored.append(used_bytes())
+    stored.append(used_bytes(ALL))
     whole = b.add_up(made.rows(np.repeat(np.arange(ROWS), 2)))["scores"].tolist()
-    stored.append(used_bytes())
+    stored.append(used_bytes(2 * ALL))
     return {"stored": stored, "sums": sums, "moved": moved, "in_driver": in_driver, "whole": whole}
 
 
-def used_bytes() -> int:
-    """Of the object stores of both nodes, once they are at rest."""
+def used_bytes(most: float) -> int:
+    """Of the object stores of both nodes; replies that were read are freed within seconds, so that ``most`` are left."""
     state = internal_api.get_state_from_address(ray.get_runtime_context().gcs_address)
-    before, now = -1, 0
-    while before != now:
-        before, now = now, int(internal_api.get_memory_info_reply(state).store_stats.object_store_bytes_used)
-        time.sleep(1.2)  # Ray frees once a second
-    return now
+    end = time.monotonic() + 8
+    while (used := int(internal_api.get_memory_info_reply(state).store_stats.object_store_bytes_used)) > most:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return used
 
 
 def refused(address: str) -> str:
