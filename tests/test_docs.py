@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 SAMPLED = "examples/rlhf/sample.toml"
 SHORT = {
     "reverse.toml": ["--train.steps", "3"],
+    "split_reverse.toml": ["--train.steps", "3"],
     "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
     "dqn_cartpole.toml": ["--train.steps", "300", "--evaluation.limit", "2"],
     "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
@@ -84,6 +90,7 @@ def test_the_readme_s_commands_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     real_model: Path,
+    ray_cluster: None,
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
@@ -130,6 +137,56 @@ def test_the_commands_of_the_rlhf_page_run(
             words = [word.replace("smollm2-135m", str(wordy_model)) for word in words]
         outcome = hybridflow(*shortened(words)[1:])
         assert outcome.code == 0, (words, outcome)
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    """A folder with a short name: the sockets in it may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+@contextmanager
+def standing(words: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
+    """A node of a Ray cluster, from when it stands until it is told to end."""
+    command = [f"{Path(sys.executable).parent}/{words[0]}", *words[1:], "--num-cpus", "2", "--block"]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while "Ray runtime started" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+            yield
+        finally:
+            process.terminate()
+
+
+@pytest.mark.timeout(240)
+def test_the_commands_of_the_cluster_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: str) -> None:
+    """Two nodes of a cluster on this machine, started by hand and joined: the reverse example on both."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    lines = re.findall(
+        r"^(?:ray|hybridflow|export) .*", "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)), re.MULTILINE
+    )
+    generate, mode, head, other, train = [shlex.split(line, comments=True) for line in lines[2:7]]
+    text = (ROOT / "examples" / "split_reverse.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace("slots = 4", "").replace("learners = 2", "learners = [1, 1]"))
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
+    name, _, value = mode[1].partition("=")
+    environment[name] = value
+    ray = f"{Path(sys.executable).parent}/{generate[0]}"
+    subprocess.run([ray, *generate[1:]], env=environment, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / ".ray" / "auth_token").stat().st_size > 20
+    head = [port if word == "6379" else word for word in head]
+    other = [f"127.0.0.1:{port}" if word.startswith("FIRST_MACHINE") else word for word in other]
+    with standing(head, environment, tmp_path / "head"), standing(other, environment, tmp_path / "other"):
+        command = [sys.executable, "-m", "hybridflow.cli", *train[1:], "--train.steps", "2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout
 
 
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
