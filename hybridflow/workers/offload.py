@@ -59,6 +59,8 @@ class Shelf:
                 _bytes(storage).copy_(copy)
             else:
                 cast(IO[bytes], self._file).readinto(_view(storage))  # type: ignore[attr-defined]
+        if self._file is not None:
+            self._file.close()
         moved, self._away, self._file = self._num_bytes, [], None
         return moved
 
@@ -101,12 +103,13 @@ def _pinned(storage: torch.UntypedStorage) -> Tensor | None:
 
 def _written(storages: Iterable[torch.UntypedStorage]) -> IO[bytes]:
     """The bytes of these storages in a file without a name, which is gone when the process is, however it ends."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        file = tempfile.TemporaryFile()  # noqa: SIM115
         for storage in storages:
             file.write(_view(storage))
-        file.seek(0)
+        file.seek(0)  # and writes what is left to be written
     except OSError as error:
+        file.close()
         where = tempfile.gettempdir()
         raise ResourceError(
             f"placement.offload: can't write weights and optimizer states to {where} ({error.strerror}); "
