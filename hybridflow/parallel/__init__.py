@@ -1,0 +1,1 @@
+"""Parallelism over processes: meshes and their lines, tensor parallelism, pipelines."""
