@@ -239,7 +239,7 @@ def _stored_bytes() -> int:
 
 
 def test_what_no_batch_refers_to_is_forgotten(pools: Pools) -> None:
-    """20 steps of 5 MB."""
+    """20 steps of 5 MB that workers make, and 5 MB of the driver."""
     processes = [psutil.Process(pid) for pid in (os.getpid(), *pools.a.pids(), *pools.b.pids())]
     own = list[list[int]]()
     pools.runtime.drain()
@@ -250,7 +250,9 @@ def test_what_no_batch_refers_to_is_forgotten(pools: Pools) -> None:
         summed = pools.b.add_up(out)
         assert summed["scores"].tolist() == [125_000.0 * i for i in range(10)]
         assert _stored_bytes() >= before + 4_900_000
-        del out, summed
+        given = ids(10).with_columns(observations=Ragged(np.ones((10, 125_000), np.float32), np.ones(10, np.int64)))
+        assert pools.a.add_up(given)["scores"].tolist() == [125_000.0] * 10
+        del out, summed, given
         pools.runtime.drain()
         own.append([p.memory_info().rss - p.memory_info().shared for p in processes])
     _wait_for(lambda: _stored_bytes() <= before)
