@@ -14,8 +14,9 @@ ROOT = Path(hybridflow.__file__).parent
 # A layer may import itself, the layers named here, and what is not part of hybridflow.
 LAYERS = {
     "core": set(),
-    "ops": {"core"},
-    "models": {"core", "ops"},
+    "parallel": {"core"},
+    "ops": {"core", "parallel"},
+    "models": {"core", "ops", "parallel"},
     "generation": {"core", "models", "ops"},
     "data": {"core"},
     "rollout": {"core", "data"},

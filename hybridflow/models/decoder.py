@@ -9,58 +9,124 @@ All sequences of a call are packed into one axis of N tokens; padding exists onl
 says which tokens see which. Training, prefill and decoding differ in ``attend`` alone, so they can't disagree on anything
 else. q, k and v are one weight, gate and up another: the rollout engine needs them fused, and reads them in place.
 
-Shapes: N packed tokens, D hidden size, H heads, K key-value heads, E size of a head, V vocabulary.
+A process may hold a ``Part``: some layers (a pipeline stage), or a slice of every weight (tensor parallelism). Parameters
+keep the names that they have in the whole decoder.
+
+Shapes: N packed tokens, D hidden size, H heads, K key-value heads, E size of a head, V vocabulary; H, K and V count what
+this process holds. n = N tokens, or those of this rank with sequence parallelism.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hybridflow.models.layout import decoder_shards, local_spec
 from hybridflow.models.spec import DecoderSpec, RopeScaling
 from hybridflow.ops.linear import linear
+from hybridflow.parallel.mesh import ALONE, Line
+from hybridflow.parallel.shard import Shard, lengths
+from hybridflow.parallel.tensor import Region, VocabShard, take
 
-__all__ = ["Attend", "CausalAttention", "Decoder", "init_weights", "rope_frequencies"]
+__all__ = ["Attend", "CausalAttention", "Decoder", "Part", "init_weights", "rope_frequencies", "sum_tied"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]"""
 
 
-class Decoder(nn.Module):
-    """The transformer without its head. ``lm_head`` is None when the head is tied to the embedding."""
+@dataclass(frozen=True)
+class Part:
+    """What of a decoder a process holds: ``layers``, all by default, and of each weight the slice of its place in ``tp``.
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    The ``first`` pipeline stage has the embedding, the ``last`` the final norm and, if ``head``, the head's matrix. A head
+    that is tied to an embedding on another stage is a copy of it, see ``sum_tied``. With ``sequence_parallel`` the ranks
+    of ``tp`` cut the tokens among them where they would all do the same with them.
+    """
+
+    layers: range | None = None
+    first: bool = True
+    last: bool = True
+    head: bool = True
+    tp: Line = ALONE
+    sequence_parallel: bool = False
+
+
+class Decoder(nn.Module):
+    """The transformer without its head. ``lm_head`` is None when the head is tied to the embedding.
+
+    ``embed`` and ``norm`` are None on pipeline stages without them. ``shards``: what each parameter is of the full one.
+    Raises UserError: ``part.tp`` has more ranks than the model has heads.
+    """
+
+    embed: nn.Embedding
+    norm: "RMSNorm"
+
+    def __init__(self, spec: DecoderSpec, part: Part | None = None) -> None:
         super().__init__()
-        self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.lm_head = None if spec.tied else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.spec, self.part = spec, part or Part()
+        tp = self.part.tp
+        self.local, self.region = local_spec(spec, tp.index, tp.size), Region(tp, self.part.sequence_parallel)
+        self.shards = part_shards(spec, self.part)
+        vocabulary, size = self.local.vocab_size, spec.hidden_size
+        self.register_module("embed", nn.Embedding(vocabulary, size) if "embed.weight" in self.shards else None)
+        self.layers = nn.ModuleList()
+        for index in self.part.layers if self.part.layers is not None else range(spec.num_layers):
+            self.layers.add_module(str(index), Layer(self.local, index, self.region))
+        self.register_module("norm", RMSNorm(size, spec.norm_eps) if self.part.last else None)
+        self.lm_head = Linear(size, vocabulary, bias=False) if "lm_head.weight" in self.shards else None
         self.activation_checkpointing = False
         # Plain attributes, not buffers: they stay fp32 whatever the dtype of the weights.
         self._cos, self._sin = rope_tables(spec, 0, torch.device("cpu"))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, outputs: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, positions: Tensor, attend: Attend, outputs: Tensor | None = None) -> Tensor:
         """tokens [N], positions [N] (place of each token in its sequence) -> hidden [M, D], normalised.
 
         outputs [M]: the tokens whose hidden state is wanted, all by default; the others are spared most of the last layer.
+        A later pipeline stage takes, instead of tokens, what the stage before returns: [n, D] before the last layer, see
+        ``num_states``. The ranks of ``part.tp`` all take the same and return the same, and expect the same gradient.
         """
         cos, sin = self.rope(positions)
-        x = self.embed(tokens)
+        x = self.embedded(inputs) if self.part.first else inputs
         for layer in self.layers:
-            wanted = outputs if layer is self.layers[-1] else None
+            wanted = outputs if layer.index == self.spec.num_layers - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, wanted, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend, wanted)
-        return self.norm(x)  # type: ignore[no-any-return]
+        if not self.part.last:
+            return x
+        return self.region.whole(self.norm(x), len(positions if outputs is None else outputs))
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens [N] -> [n, D]"""
+        vocabulary = self.vocabulary
+        if vocabulary is None:
+            return self.embed(tokens)  # type: ignore[no-any-return]
+        return self.region.leave(vocabulary.embed(tokens, self.embed.weight))
+
+    @property
+    def vocabulary(self) -> VocabShard | None:
+        """Which rows of the head and the embedding are here, None for all."""
+        tp = self.part.tp
+        return VocabShard(tp, self.spec.vocab_size * tp.index // tp.size) if tp.size > 1 else None
+
+    def num_states(self, tokens: int) -> int:
+        """n, how many states a pipeline stage hands on, of N = ``tokens``."""
+        tp = self.part.tp
+        return lengths(tokens, tp.size)[tp.index] if self.part.sequence_parallel else tokens
+
+    @property
+    def anchor(self) -> Tensor:
+        """A weight that tells device and dtype."""
+        return self.embed.weight if self.part.first else next(self.parameters())
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]: logits are ``hidden @ head_weight.T``."""
+        """[V, D]: logits are ``hidden @ head_weight.T``; on the last pipeline stage."""
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,38 +134,44 @@ class Decoder(nn.Module):
         longest = int(positions.max()) + 1 if len(positions) else 0
         if longest > len(self._cos) or self._cos.device != positions.device:
             self._cos, self._sin = rope_tables(self.spec, max(longest, 2 * len(self._cos)), positions.device)
-        dtype = self.embed.weight.dtype
+        dtype = self.anchor.dtype
         return self._cos[positions, None].to(dtype), self._sin[positions, None].to(dtype)
 
 
 class Layer(nn.Module):
-    """Attention and gated MLP, each behind a norm and a residual."""
+    """Attention and gated MLP, each behind a norm and a residual; ``spec`` says the sizes of the slices that are here."""
 
-    def __init__(self, spec: DecoderSpec, index: int) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, region: Region) -> None:
         super().__init__()
-        self.index, self.spec = index, spec
+        self.index, self.spec, self.region = index, spec, region
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.qkv = Linear(spec.hidden_size, q + 2 * kv, bias=spec.qkv_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.out = Linear(q, spec.hidden_size, bias=spec.output_bias)
+        self.out = _summed_linear(q, spec.hidden_size, spec.output_bias, region)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.down = _summed_linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, region)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, outputs: Tensor | None) -> Tensor:
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
+        """x [n, D] -> [n, D]; with ``outputs`` [M], what there is of their [M, D]."""
+        heads, kv_heads, region = self.spec.num_heads, self.spec.num_kv_heads, self.region
+        if outputs is not None and region.sequence:  # their rows lie anywhere, so x is needed whole, too
+            x = region.enter(x, len(cos))
+            normed = self.attention_norm(x)
+        else:
+            normed = region.enter(self.attention_norm(x), len(cos))
+        qkv = self.qkv(normed).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
         qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])], dim=1)
         q, k = rotate(qk, cos, sin).split_with_sizes([heads, kv_heads], dim=1)
         attended = attend(self.index, q, k, v).flatten(1)
         if outputs is not None:
-            x, attended = x[outputs], attended[outputs]
+            x, attended = x[region.own(outputs)], attended[outputs]
         x = x + self.out(attended)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        gate, up = self.gate_up(region.enter(self.mlp_norm(x), len(attended))).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -108,6 +180,23 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+class SummedLinear(Linear):
+    """A linear layer whose inputs are cut over the ranks of a region, which it leaves; [N, I] -> [n, O]."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, region: Region) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.region = region
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = self.region.leave(linear(input, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+def _summed_linear(inputs: int, outputs: int, bias: bool, region: Region) -> Linear:
+    cut = region.line.size > 1
+    return SummedLinear(inputs, outputs, bias, region) if cut else Linear(inputs, outputs, bias)
 
 
 class RMSNorm(nn.Module):
@@ -181,17 +270,49 @@ def rope_tables(spec: DecoderSpec, length: int, device: torch.device) -> tuple[T
     return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
+def part_shards(spec: DecoderSpec, part: Part) -> dict[str, Shard]:
+    """The slices that ``Decoder(spec, part)`` holds, by parameter."""
+    layers = range(spec.num_layers) if part.layers is None else part.layers
+    copied = part.last and part.head and spec.tied and not part.first
+    there = {"embed": part.first or copied, "norm": part.last, "lm_head": part.last and part.head}
+    shards = {
+        name: shard
+        for name, shard in decoder_shards(spec, part.tp.index, part.tp.size, part.sequence_parallel).items()
+        if (int(name.split(".")[1]) in layers if name.startswith("layers.") else there[name.split(".")[0]])
+    }
+    if copied:
+        shards["embed.weight"] = replace(shards["embed.weight"], owned=(False,))
+    return shards
+
+
+def sum_tied(decoder: Decoder, gradients: Mapping[str, Tensor], pp: Line) -> None:
+    """Add up the gradients of an embedding on the first stage of ``pp`` and of the tied head on the last one, in place.
+
+    Every stage calls this once after the last backward. ``gradients``: by the decoder's names; none if it isn't trained.
+    """
+    spec, part = decoder.spec, decoder.part
+    if pp.size > 1 and spec.tied and part.head and part.first != part.last and "embed.weight" in gradients:
+        pp.add(gradients["embed.weight"], pp.size - 1 if part.first else 0)
+
+
 def init_weights(decoder: Decoder, generator: torch.Generator) -> None:
     """Fresh weights: normal, std sqrt(2 / 5D) ("small init", Nguyen and Salazar 2019), so that narrow models start as alive
-    as wide ones; projections back into the residual are scaled by 1 / sqrt(2 layers) (Radford et al. 2019)."""
+    as wide ones; projections back into the residual are scaled by 1 / sqrt(2 layers) (Radford et al. 2019).
+
+    The same numbers however the decoder is cut: every process draws all of them and keeps its own.
+    """
     std = math.sqrt(2 / (5 * decoder.spec.hidden_size))
+    own, like = dict(decoder.named_parameters()), decoder.anchor
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                residual = name.endswith(("out.weight", "down.weight"))
-                scale = 1 / math.sqrt(2 * decoder.spec.num_layers) if residual else 1.0
-                parameter.normal_(0.0, std * scale, generator=generator)
+        for name, full_shard in decoder_shards(decoder.spec).items():
+            parameter, shard = own.get(name), decoder.shards.get(name, full_shard)
+            if name.endswith(("norm.weight", "bias")):
+                if parameter is not None:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            residual = name.endswith(("out.weight", "down.weight"))
+            scale = 1 / math.sqrt(2 * decoder.spec.num_layers) if residual else 1.0
+            full = parameter if parameter is not None and shard.whole else like.new_empty(shard.shape)
+            full.normal_(0.0, std * scale, generator=generator)
+            if parameter is not None and full is not parameter:
+                parameter.copy_(take(full, shard))

@@ -6,7 +6,7 @@ sequences are never split). The hidden state at position t - 1 decides about tok
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,18 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError
 from hybridflow.models.decoder import CausalAttention, Decoder
 from hybridflow.ops.log_probs import log_probs_and_entropy
+from hybridflow.parallel.shard import Shard
 
-__all__ = ["TextCritic", "TextPolicy", "TextReward", "fresh_score"]
+__all__ = ["Packed", "TextCritic", "TextPolicy", "TextReward", "fresh_score", "network_shards"]
+
+
+class Packed(NamedTuple):
+    """What a decoder reads: see its ``forward``."""
+
+    tokens: Tensor
+    positions: Tensor
+    attend: CausalAttention
+    outputs: Tensor
 
 
 class TextPolicy(nn.Module):
@@ -31,55 +41,82 @@ class TextPolicy(nn.Module):
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """``log_probs`` and ``entropy``, [N] over the action steps, fp32."""
-        hidden, targets = action_states(self.decoder, batch)
+        return self.read(self.decoder(*self.pack(batch)), batch)
+
+    def pack(self, batch: Batch) -> Packed:
+        """What the decoder, or each of its pipeline stages, reads of the batch."""
+        return pack_actions(batch, self.decoder.anchor.device)
+
+    def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """``outputs`` from what the last stage returns."""
+        targets = torch.tensor(batch.ragged("tokens").values[batch.ragged("response_mask").values], device=hidden.device)
+        weight, shard = self.decoder.head_weight, self.decoder.vocabulary
         log_probs, entropy = log_probs_and_entropy(
-            hidden, self.decoder.head_weight, targets, temperature=self.temperature, entropy=True
+            hidden, weight, targets, temperature=self.temperature, shard=shard, entropy=True
         )
         return {"log_probs": log_probs, "entropy": entropy}
 
 
 class TextCritic(nn.Module):
-    """Value of the state before every response token."""
+    """Value of the state before every response token. ``head`` is None on pipeline stages before the last."""
 
+    head: nn.Linear
     inputs: tuple[str, ...] = ("tokens",)
     unit: Literal["row", "step"] = "row"
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
-        weight = decoder.embed.weight
-        self.head = nn.Linear(decoder.spec.hidden_size, 1, bias=True, device=weight.device, dtype=weight.dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        weight = decoder.anchor
+        head = nn.Linear(decoder.spec.hidden_size, 1, bias=True, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.register_module("head", head if decoder.part.last else None)
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """``values`` [N] over the action steps, fp32."""
-        hidden, _ = action_states(self.decoder, batch)
+        return self.read(self.decoder(*self.pack(batch)), batch)
+
+    def pack(self, batch: Batch) -> Packed:
+        """What the decoder, or each of its pipeline stages, reads of the batch."""
+        return pack_actions(batch, self.decoder.anchor.device)
+
+    def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """``outputs`` from what the last stage returns."""
         return {"values": self.head(hidden).squeeze(-1).float()}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] zeros: a response always ends its episode, also where the length limit ends it."""
-        return torch.zeros(len(batch), device=self.head.weight.device)
+        return torch.zeros(len(batch), device=self.decoder.anchor.device)
 
 
 class TextReward(nn.Module):
     """One score for each row, read off the hidden state of its last token, as Hugging Face's ForSequenceClassification with
-    one label does. The decoder has no head of its own."""
+    one label does. The decoder has no head of its own; ``score`` is None on pipeline stages before the last."""
 
+    score: nn.Parameter
     inputs: tuple[str, ...] = ("tokens",)
     unit: Literal["row", "step"] = "row"
 
     def __init__(self, decoder: Decoder, score: Tensor) -> None:
         """``score`` [1, D]: the head's weight; see ``fresh_score``."""
         super().__init__()
-        self.decoder, self.score = decoder, nn.Parameter(score.to(decoder.embed.weight))
+        self.decoder = decoder
+        self.register_parameter("score", nn.Parameter(score.to(decoder.anchor)) if decoder.part.last else None)
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """``scores`` [B], fp32."""
+        return self.read(self.decoder(*self.pack(batch)), batch)
+
+    def pack(self, batch: Batch) -> Packed:
+        """What the decoder, or each of its pipeline stages, reads of the batch."""
         tokens = batch.ragged("tokens")
-        last = torch.tensor(tokens.offsets[1:] - 1, device=self.score.device)
+        return pack_rows(tokens, torch.from_numpy(tokens.offsets[1:] - 1), self.decoder.anchor.device)
+
+    def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """``outputs`` from what the last stage returns."""
         # In fp32 whatever the dtype of the weights: bf16 has 256 numbers between 2 and 4, so scores would often tie.
-        return {"scores": hidden_states(self.decoder, tokens, last).float() @ self.score[0].float()}
+        return {"scores": hidden.float() @ self.score[0].float()}
 
 
 def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
@@ -88,20 +125,31 @@ def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
     return torch.randn(1, size, generator=generator) / math.sqrt(size + 1)
 
 
-def hidden_states(decoder: Decoder, tokens: Ragged, places: Tensor) -> Tensor:
-    """[M, D] of the tokens at ``places`` [M] of the packed axis, each row a sequence of its own."""
-    device = decoder.embed.weight.device
+def network_shards(network: nn.Module, index: int = 0) -> dict[str, Shard]:
+    """What each parameter of a network is of the full one: the decoder's slices; all else is whole on every rank of the
+    tensor-parallel line, and rank ``index`` 0 owns it."""
+    shards = {
+        f"{path}.{name}": shard
+        for path, module in network.named_modules()
+        if isinstance(module, Decoder)
+        for name, shard in module.shards.items()
+    }
+    for name, parameter in network.named_parameters():
+        shape = tuple(parameter.shape) or (1,)
+        shards.setdefault(name, Shard(shape, 0, (range(shape[0]),), (index == 0,)))
+    return shards
+
+
+def pack_rows(tokens: Ragged, places: Tensor, device: torch.device) -> Packed:
+    """Each row is a sequence of its own; the tokens at ``places`` [M] of the packed axis are wanted."""
     attention = CausalAttention(torch.tensor(tokens.lengths, device=device))
-    ids = torch.tensor(tokens.values, device=device)
-    hidden: Tensor = decoder(ids, attention.positions, attention, places.to(device))
-    return hidden
+    return Packed(torch.tensor(tokens.values, device=device), attention.positions, attention, places.to(device))
 
 
-def action_states(decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(hidden [N, D] that decided about each action step, its token [N])."""
+def pack_actions(batch: Batch, device: torch.device) -> Packed:
+    """The tokens that decide about the action steps are wanted."""
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask").values
     places = torch.from_numpy(mask.nonzero()[0])
     if (tokens.offsets[:-1][tokens.row_index[mask]] == places.numpy()).any():
         raise ContractError("response_mask is True on a first token; a prompt has at least one token")
-    hidden = hidden_states(decoder, tokens, places - 1)
-    return hidden, torch.tensor(tokens.values[mask], device=hidden.device)
+    return pack_rows(tokens, places - 1, device)

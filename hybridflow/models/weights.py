@@ -4,7 +4,8 @@
     *.safetensors  <──hf_state── load_hf_state──>  Decoder
 
 One table of names serves both directions. Ours fuses q, k, v and gate, up; theirs are row slices of ours, so both
-directions go through views and neither holds a second copy of the model.
+directions go through views and neither holds a second copy of the model. A decoder that holds a ``Part`` takes its slices
+of the tensors as they stream by; ``full_state`` joins the slices again, one tensor at a time.
 """
 
 import errno
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
@@ -25,13 +26,17 @@ from torch import Tensor
 
 from hybridflow.core.errors import ModelError, ResourceError
 from hybridflow.core.files import appearing
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Decoder, Part
+from hybridflow.models.layout import decoder_shards
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
+from hybridflow.parallel.shard import Shard
+from hybridflow.parallel.tensor import join
 
 __all__ = [
     "decoder_sizes",
     "disk_space",
     "empty_decoder",
+    "full_state",
     "hf_config",
     "hf_state",
     "is_reward_model",
@@ -271,38 +276,96 @@ def _read_json(path: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of every weight; detached views, so that writing to them writes to the decoder."""
-    spec = decoder.spec
+class _Piece(NamedTuple):
+    """A tensor of Hugging Face's: the parameter that holds it, where in the full one, and where in the slice here."""
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    dim: int
+    cut: range
+    place: range
+    owned: bool
+
+    def of(self, slices: Tensor) -> Tensor:
+        """A view of what is here."""
+        return slices.narrow(self.dim, self.place.start, len(self.place))
+
+
+def _pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> Iterator[_Piece]:
+    """What Hugging Face makes of each parameter."""
+    for parameter, shard in shards.items():
+        path, module, kind = ("." + parameter).rsplit(".", 2)
+        theirs = _NAMES[module]
+        sizes = _rows(spec, module, shard.shape[0])
+        start, prefix = 0, f"model{path}." if path else ""
+        for name, (cut, place, owned), size in zip(theirs, shard.places, sizes, strict=True):
+            shape = (size, *shard.shape[1:])
+            here = range(cut.start - start, cut.stop - start)
+            yield _Piece(f"{prefix}{name}.{kind}", parameter, shape, shard.dim, here, place, owned)
+            start += size
+
+
+def _rows(spec: DecoderSpec, module: str, rows: int) -> list[int]:
+    """Rows of the tensors that a full parameter is fused of."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = {"qkv": [q, kv, kv], "gate_up": [spec.intermediate_size] * 2}
-    for name, parameter in decoder.named_parameters():
-        path, module, kind = ("." + name).rsplit(".", 2)
-        prefix = f"model{path}." if path else ""
-        weight = parameter.detach()
-        for theirs, part in zip(_NAMES[module], torch.split(weight, rows.get(module, [len(weight)])), strict=True):
-            yield f"{prefix}{theirs}.{kind}", part
+    return {"qkv": [q, kv, kv], "gate_up": [spec.intermediate_size] * 2}.get(module, [rows])
+
+
+def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of every weight; detached views, so that writing to them writes to the decoder.
+
+    Of a decoder that holds a part, what is here.
+    """
+    own = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    for piece in _pieces(decoder.spec, decoder.shards):
+        yield piece.name, piece.of(own[piece.parameter])
+
+
+@torch.no_grad()
+def full_state(decoder: Decoder, slices: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every weight of this pipeline stage, joined from the slices of all ranks.
+
+    Every rank of the decoder's ``part.tp`` goes through all of it. One tensor is joined at a time: drop it before the next.
+    A stage's copy of an embedding on another stage is left out. ``slices``: other tensors that are cut as the parameters
+    are, by their names, such as an optimizer's moments; some may be missing, the same ones everywhere.
+    """
+    part, spec = decoder.part, decoder.spec
+    own = dict(decoder.named_parameters()) if slices is None else slices
+    ranks = [decoder_shards(spec, index, part.tp.size) for index in range(part.tp.size)]
+    tables = [_pieces(spec, {name: table[name] for name in decoder.shards}) for table in ranks]
+    for everywhere in zip(*tables, strict=True):
+        piece = everywhere[part.tp.index]
+        if piece.parameter not in own or (piece.parameter.startswith("embed.") and not part.first):
+            continue
+        tensor = piece.of(own[piece.parameter].detach())
+        if len(piece.cut) < piece.shape[piece.dim]:
+            sizes = [len(there.cut) * there.owned for there in everywhere]
+            tensor = join(part.tp, tensor if piece.owned else tensor.narrow(piece.dim, 0, 0), piece.dim, sizes)
+        yield piece.name, tensor
 
 
 @torch.no_grad()
 def load_hf_state(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], where: Path | str = "the tensors") -> None:
-    """Copy (Hugging Face name, tensor) pairs, in any order, into the decoder; the inverse of ``hf_state``.
+    """Copy (Hugging Face name, full tensor) pairs, in any order, into the decoder, which keeps what it is a part of.
 
     ``where`` names their origin in errors. Raises ModelError: a tensor is missing, unknown or of the wrong shape.
     """
-    targets = dict(hf_state(decoder))
+    own = dict(decoder.named_parameters())
+    targets = {piece.name: piece for piece in _pieces(decoder.spec, decoder.shards)}
+    elsewhere = {piece.name for piece in _pieces(decoder.spec, decoder_shards(decoder.spec))} - targets.keys()
     for name, tensor in tensors:
         target = targets.pop(name, None)
         if target is None:
-            if not _redundant(name, decoder.spec):
+            if not (name in elsewhere or _redundant(name, decoder.spec)):
                 raise ModelError(
                     f"{where}: {name} is no weight of this {decoder.spec.family}; does config.json belong to it?"
                 )
-        elif tensor.shape != target.shape:
+        elif tuple(tensor.shape) != target.shape:
             sizes = f"is {list(tensor.shape)}, config.json says {list(target.shape)}"
             raise ModelError(f"{where}: {name} {sizes}; copy both files from one model")
         else:
-            target.copy_(tensor)
+            target.of(own[target.parameter]).copy_(tensor.narrow(target.dim, target.cut.start, len(target.cut)))
     if targets:
         some = ", ".join(sorted(targets)[:3])
         raise ModelError(f"{where}: {len(targets)} tensors are missing ({some}); copy the weights again")
@@ -313,34 +376,36 @@ def _redundant(name: str, spec: DecoderSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight")
 
 
-def decoder_sizes(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
-    """A decoder on the device "meta": every parameter's shape and type, no memory."""
+def decoder_sizes(spec: DecoderSpec, dtype: torch.dtype, part: Part | None = None) -> Decoder:
+    """A decoder, or a part of it, on the device "meta": every parameter's shape and type, no memory."""
     with torch.device("meta"):
-        return Decoder(spec).to(dtype)
+        return Decoder(spec, part).to(dtype)
 
 
-def empty_decoder(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
-    """A decoder on the CPU whose weights aren't set yet."""
-    return decoder_sizes(spec, dtype).to_empty(device="cpu")
+def empty_decoder(spec: DecoderSpec, dtype: torch.dtype, part: Part | None = None) -> Decoder:
+    """A decoder, or a part of it, on the CPU whose weights aren't set yet."""
+    return decoder_sizes(spec, dtype, part).to_empty(device="cpu")
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The model of a Hugging Face folder (safetensors, single or sharded), its weights cast to ``dtype``.
+def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, part: Part | None = None) -> Decoder:
+    """The model of a Hugging Face folder (safetensors, single or sharded), or a part, its weights cast to ``dtype``.
 
-    Files are memory-mapped and read tensor by tensor: the peak is the decoder itself.
+    Files are memory-mapped and read tensor by tensor: the peak is the decoder itself, and one tensor if it is a part.
     Raises ModelError: see ``read_spec`` and ``load_hf_state``; weights missing or damaged.
     """
-    decoder = empty_decoder(read_spec(folder), dtype)
+    decoder = empty_decoder(read_spec(folder), dtype, part)
     load_hf_state(decoder, _stored(_weight_files(folder)), folder)
     return decoder
 
 
-def load_reward(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
-    """The decoder without language head, and the score head [1, D], None if the folder holds a language model.
+def load_reward(
+    folder: Path, dtype: torch.dtype = torch.float32, part: Part | None = None
+) -> tuple[Decoder, Tensor | None]:
+    """The decoder, or a part of it, without language head, and the score head [1, D], None for a language model.
 
     Raises ModelError as ``load_decoder`` does, and for a classifier with several labels.
     """
-    decoder = empty_decoder(replace(read_spec(folder), tied=True), dtype)
+    decoder = empty_decoder(replace(read_spec(folder), tied=True), dtype, part)
     heads: dict[str, Tensor] = {}
 
     def body() -> Iterator[tuple[str, Tensor]]:

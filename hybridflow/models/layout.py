@@ -1,0 +1,109 @@
+"""Which slice of every parameter of a decoder a rank of a tensor-parallel line holds. Plain data: nothing is sent here.
+
+    embed, lm_head            rows of the vocabulary
+    qkv   [q | k | v]         rows of whole heads, key-value heads with the query heads that read them
+    gate_up  [gate | up]      the same rows of both
+    out, down                 the columns that match; their biases are whole
+    norms                     whole
+
+Everything is cut at i n // size, so nothing has to divide. With fewer key-value heads than ranks, the ranks are dealt to
+the key-value heads instead, and those of one head keep a copy of it each and share its query heads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hybridflow.core.errors import UserError
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.parallel.shard import Shard, cuts
+
+__all__ = ["decoder_shards", "head_cut", "local_spec"]
+
+
+def head_cut(spec: DecoderSpec, index: int, size: int) -> tuple[range, range, bool]:
+    """(query heads, key-value heads, whether it owns the latter) of rank ``index`` of ``size``.
+
+    Raises UserError: fewer query heads, intermediate neurons or tokens than ranks.
+    """
+    for number, what in (
+        (spec.num_heads, "attention heads"),
+        (spec.intermediate_size, "neurons in an MLP"),
+        (spec.vocab_size, "tokens in its vocabulary"),
+    ):
+        if size > number:
+            raise UserError(f"mesh: tp = {size}, but the model has {number} {what}: a rank needs one; lower tp to {number}")
+    group = spec.num_heads // spec.num_kv_heads
+    if size <= spec.num_kv_heads:
+        kv = cuts(spec.num_kv_heads, size)[index]
+        return range(kv.start * group, kv.stop * group), kv, True
+    head, ranks = next((h, ranks) for h, ranks in enumerate(cuts(size, spec.num_kv_heads)) if index in ranks)
+    share = cuts(group, len(ranks))[index - ranks.start]
+    return range(head * group + share.start, head * group + share.stop), range(head, head + 1), index == ranks.start
+
+
+def local_spec(spec: DecoderSpec, index: int, size: int) -> DecoderSpec:
+    """The sizes of a rank's slices; those of the full model where nothing is cut."""
+    heads, kv_heads, _ = head_cut(spec, index, size)
+    neurons, tokens = cuts(spec.intermediate_size, size)[index], cuts(spec.vocab_size, size)[index]
+    return replace(
+        spec,
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        intermediate_size=len(neurons),
+        vocab_size=len(tokens),
+    )
+
+
+def decoder_shards(spec: DecoderSpec, index: int = 0, size: int = 1, sequence_parallel: bool = False) -> dict[str, Shard]:
+    """The slice of every parameter of ``Decoder(spec)``, in their order, that rank ``index`` of ``size`` holds.
+
+    With ``sequence_parallel`` a rank passes only its tokens through norms and output biases, so that their gradients are
+    sums over the line.
+    """
+    layer = dict(_layer_shards(spec, index, size, sequence_parallel))
+    vocabulary = Shard((spec.vocab_size, spec.hidden_size), 0, (cuts(spec.vocab_size, size)[index],), (True,))
+    table = {"embed.weight": vocabulary}
+    table |= {f"layers.{number}.{name}": shard for number in range(spec.num_layers) for name, shard in layer.items()}
+    table["norm.weight"] = _copied(spec.hidden_size, index, sequence_parallel and size > 1)
+    return table if spec.tied else table | {"lm_head.weight": vocabulary}
+
+
+def _layer_shards(spec: DecoderSpec, index: int, size: int, sequence_parallel: bool) -> Iterator[tuple[str, Shard]]:
+    hidden, head_dim, width = spec.hidden_size, spec.head_dim, spec.intermediate_size
+    heads, kv_heads, owner = head_cut(spec, index, size)
+    neurons = cuts(width, size)[index]
+    rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    q, k, v = _scaled(heads, head_dim), _scaled(kv_heads, head_dim, rows[0]), _scaled(kv_heads, head_dim, sum(rows))
+    shared = range(rows[0], rows[0] + 2 * rows[1]) if size > spec.num_kv_heads else range(0)
+    parts = size > 1
+    norm = _copied(hidden, index, sequence_parallel and parts)
+
+    yield "attention_norm.weight", norm
+    for kind, columns in _kinds(hidden, spec.qkv_bias):
+        yield f"qkv.{kind}", Shard((rows[0] + 2 * rows[1], *columns), 0, (q, k, v), (True, owner, owner), shared)
+    if spec.qk_norm:
+        yield "q_norm.weight", _copied(head_dim, index, parts)
+        yield "k_norm.weight", _copied(head_dim, index, parts)
+    yield "out.weight", Shard((hidden, rows[0]), 1, (q,), (True,))
+    if spec.output_bias:
+        yield "out.bias", norm
+    yield "mlp_norm.weight", norm
+    for kind, columns in _kinds(hidden, spec.mlp_bias):
+        yield f"gate_up.{kind}", Shard((2 * width, *columns), 0, (neurons, _scaled(neurons, 1, width)), (True, True))
+    yield "down.weight", Shard((hidden, width), 1, (neurons,), (True,))
+    if spec.mlp_bias:
+        yield "down.bias", norm
+
+
+def _kinds(columns: int, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
+    return [("weight", (columns,)), *([("bias", ())] if bias else [])]
+
+
+def _scaled(cut: range, size: int, start: int = 0) -> range:
+    """The rows of things of ``size`` rows each, behind ``start`` others."""
+    return range(start + cut.start * size, start + cut.stop * size)
+
+
+def _copied(length: int, index: int, summed: bool) -> Shard:
+    """A vector that every rank holds; the first one owns it."""
+    return Shard((length,), 0, (range(length),), (index == 0,), range(length if summed else 0))

@@ -1,0 +1,121 @@
+"""Process groups along the axes of a mesh, and the collectives of one such line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.core.placement import Mesh
+
+__all__ = ["ALONE", "Line", "ProcessMesh"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks of a mesh that differ in one axis: this is number ``index`` of ``size``.
+
+    ``group`` None is the whole world. A line of one communicates nothing and needs no group. Every rank of the line makes
+    the same calls in the same order. gloo mixes up tensors that don't lie row by row, so all methods take care of that.
+    """
+
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """``x``, in place, summed over the line."""
+        if self.size > 1:
+            dense = x.contiguous()
+            dist.all_reduce(dense, group=self.group)
+            if dense is not x:
+                x.copy_(dense)
+        return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[sum(sizes), ...]: the tensors of all ranks, [sizes[i], ...], one behind the other.
+
+        Point to point, since gloo gathers equal parts only, and through a second copy of all of them.
+        """
+        if self.size == 1:
+            return x
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        parts = torch.split(out, [*sizes])
+        parts[self.index].copy_(x)
+        self._exchange([parts[self.index]] * self.size, parts)
+        return out
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x [sum(sizes), ...] -> [sizes[index], ...]: the rows of this rank, summed over the line in the order of ranks."""
+        if self.size == 1:
+            return x
+        sent = torch.split(x.contiguous(), [*sizes])
+        received = x.new_empty(self.size, *sent[self.index].shape)
+        received[self.index].copy_(sent[self.index])
+        self._exchange(sent, received.unbind())
+        return received.sum(0)
+
+    def add(self, x: Tensor, peer: int) -> Tensor:
+        """``x``, in place, plus that of rank ``peer`` of the line, which calls this with our index."""
+        theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._run([self._to(peer, x.contiguous()), self._from(peer, theirs)])
+        return x.add_(theirs)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send sent[i] to rank i, and fill received[i] by what it sends here; this rank's own parts stay."""
+        others = [(self.index + step) % self.size for step in range(1, self.size)]
+        sends = [self._to(peer, sent[peer]) for peer in others if sent[peer].numel()]
+        self._run(sends + [self._from(peer, received[peer]) for peer in reversed(others) if received[peer].numel()])
+
+    def _to(self, peer: int, x: Tensor) -> dist.P2POp:
+        return dist.P2POp(dist.isend, x, group=self.group, group_peer=peer)
+
+    def _from(self, peer: int, x: Tensor) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer)
+
+    def _run(self, operations: list[dist.P2POp]) -> None:
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+ALONE = Line()
+
+
+class ProcessMesh:
+    """The lines of ``rank`` along data, pipeline and tensor parallelism.
+
+    Every process of the world makes one, in the same order and with the same ``mesh``, as torch demands for groups; for a
+    process outside of the mesh all lines are of one. ``groups``: those made before, by their ranks; new ones are added.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        timeout: timedelta,
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] | None = None,
+    ) -> None:
+        self.mesh, self.rank, self._timeout = mesh, rank, timeout
+        self._groups = {} if groups is None else groups
+        self.dp, self.pp, self.tp = (self._line(axis) for axis in range(3))
+
+    def _line(self, axis: int) -> Line:
+        """Of the axis at this place of ``Mesh.coordinates``."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.mesh.size):
+            place = self.mesh.coordinates(rank)
+            lines.setdefault(place[:axis] + place[axis + 1 :], []).append(rank)
+        mine = ALONE
+        for ranks in lines.values():
+            if len(ranks) == 1:
+                continue
+            if (key := tuple(ranks)) not in self._groups:
+                whole = len(ranks) == dist.get_world_size()
+                self._groups[key] = None if whole else dist.new_group(ranks, self._timeout)
+            if self.rank in ranks:
+                mine = Line(len(ranks), ranks.index(self.rank), self._groups[key])
+        return mine

@@ -1,0 +1,49 @@
+"""Which slice of a tensor a rank of a line holds. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = ["Shard", "cuts", "lengths"]
+
+
+def cuts(n: int, parts: int) -> list[range]:
+    """``n`` things in ``parts``: part i is i n // parts up to (i + 1) n // parts, so that nothing has to divide."""
+    return [range(a, b) for a, b in pairwise(i * n // parts for i in range(parts + 1))]
+
+
+def lengths(n: int, parts: int) -> list[int]:
+    """How many things each of ``cuts`` has."""
+    return [len(part) for part in cuts(n, parts)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The slice of one parameter that a rank of a line holds, and what the other ranks have of it.
+
+    ``ranges`` are cuts of the full parameter along ``dim``, stored one behind the other; of those with ``owned`` every
+    number has one owner among the ranks, the others hold a copy. Of the rows in ``summed`` every holder has but its share
+    of the gradient: the gradient is the sum over the line. For instance rank 1 of 2 holds of a fused qkv weight with 4
+    query and 2 key-value heads of size 8
+    ``Shard((64, 32), 0, (range(16, 32), range(40, 48), range(56, 64)), (True, True, True))``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[range, ...]
+    owned: tuple[bool, ...]
+    summed: range = range(0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the full parameter."""
+        return sum(map(len, self.ranges)) == self.shape[self.dim]
+
+    @property
+    def places(self) -> list[tuple[range, range, bool]]:
+        """(cut of the full parameter, where it lies in the slice, whether this rank owns it)."""
+        ends = [0]
+        for cut in self.ranges:
+            ends.append(ends[-1] + len(cut))
+        return [(cut, range(a, b), own) for cut, (a, b), own in zip(self.ranges, pairwise(ends), self.owned, strict=True)]
