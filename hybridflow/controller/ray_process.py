@@ -164,7 +164,8 @@ class Process:
         self.sources: dict[str, str] = {}
         self.shelved: dict[str, Offloadable] = {}
         self.lines: dict[range, Any] = {}
-        self.busy = ""
+        self.busy, self.going = "", threading.Event()
+        self.going.set()
         self.memory = psutil.Process()
 
     def listen(self) -> tuple[str, int]:
@@ -197,7 +198,7 @@ class Process:
             reduce = self._reduce(mesh)
             if self.setup.rank < mesh.size:
                 self._offload_others(role.name)
-                context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce)
+                context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce, going=self.going)
                 worker = role.worker(context, **role.args)
                 self.roles[role.name] = role, worker, context
                 if role.name in self.setup.offload:
@@ -357,6 +358,11 @@ class Process:
     def ping(self) -> str:
         """What the main lane is doing; empty if it waits for work."""
         return self.busy
+
+    @lane
+    def pause(self, paused: bool) -> None:
+        """Stop the main lane before its next piece of work, or let it go on."""
+        self.going.clear() if paused else self.going.set()
 
     @lane
     def stacks(self) -> str:

@@ -78,7 +78,7 @@ class RayRuntime:
         self._in_place: set[str] = set()
         self._methods: dict[tuple[str, int, int], Any] = {}
         self.groups: dict[str, WorkerGroup] = {}
-        self._started = False
+        self._started = self.paused = False
         self._clock_s = time.time() - time.perf_counter()
 
     def start(self) -> None:
@@ -260,6 +260,8 @@ class RayRuntime:
                 self._settle()
                 missing &= self._open.keys()
                 since = time.monotonic()
+            elif self.paused:
+                since = time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
                 self._give_up(missing)
 
@@ -356,6 +358,11 @@ class RayRuntime:
         return Drained(metrics, spans)
 
     # State and end.
+
+    def pause(self, paused: bool) -> None:
+        """Stop all workers between two microbatches or tokens, or let them go on; meanwhile no deadline passes."""
+        self.paused = paused
+        ray.get([process.pause.remote(paused) for process in self.peers.values()])
 
     def state_dict(self) -> dict[str, Any]:
         """State of every role that has one, by role."""

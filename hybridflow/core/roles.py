@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
@@ -139,18 +140,24 @@ class WorkerContext:
     """What a worker gets from its runtime. Metrics added here reach the driver under ``<role>/<name>``.
 
     ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the
-    data-parallel blocks, in place; None where there is one.
+    data-parallel blocks, in place; None where there is one. ``going`` is cleared while the driver has paused the worker.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
     mesh: Mesh = field(default_factory=Mesh)
     rank: int = 0
     reduce: Callable[[Tensor], None] | None = None
+    going: Event | None = None
 
     @property
     def block(self) -> int:
         """Which data-parallel block the worker belongs to."""
         return self.mesh.coordinates(self.rank)[0]
+
+    def breathe(self) -> None:
+        """For long work, between two pieces of it: waits as long as the worker is paused."""
+        if self.going is not None:
+            self.going.wait()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor``, summed in place over the data-parallel blocks."""

@@ -76,6 +76,8 @@ class Engine:
         """Prompt tokens whose keys and values were copied from another prompt that begins alike."""
         self.num_steps = 0
         """Forwards of the decoder so far."""
+        self.between_steps: Callable[[], None] = lambda: None
+        """Called before every step of ``generate``, which goes on when it returns."""
         self._flight: _Flight | None = None
 
     @property
@@ -102,6 +104,7 @@ class Engine:
         flight.table.reserve(len(requests), max(limits))
         numbers = [flight.add(request, limit) for request, limit in zip(requests, limits, strict=True)]
         while not flight.scheduler.done:
+            self.between_steps()
             done.update(flight.step())
         return [done[number] for number in numbers]
 

@@ -111,6 +111,7 @@ class EnvSampler:
         slots = [self._slot(int(i)) for i in ids]
         steps = _Steps(len(slots), int(num_steps.max(initial=0)), self.spaces)
         for t in range(steps.width):
+            self.context.breathe()
             self._step(slots, np.flatnonzero(num_steps > t), t, steps)
         for index, slot in enumerate(slots):
             steps.cut(index, int(num_steps[index]), slot)

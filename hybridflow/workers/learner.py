@@ -133,6 +133,7 @@ class Learner(Shelved):
         self.optimizer.zero_grad()
         drift: list[Tensor] = []
         for index in plan_microbatches(part.units.weights, self.plan.token_budget):
+            self.context.breathe()
             micro = part.take(index)
             seen = micro.batch()
             result = self._loss(seen, loss)

@@ -75,7 +75,8 @@ class TextSampler:
         if self.engine_name == "vllm":
             self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
         else:
-            self.engine = Engine(policy.decoder, precision=self.precision, **args)
+            engine = self.engine = Engine(policy.decoder, precision=self.precision, **args)
+            engine.between_steps = self.context.breathe
 
     @control
     def close(self) -> None:

@@ -219,6 +219,14 @@ class Sleeper:
         return Batch({}, len(batch))
 
     @remote(ONE_TO_ALL)
+    def walk(self, batch: Batch, steps: int, /) -> Batch:
+        """Many short pieces of work."""
+        for _ in range(steps):
+            self.context.breathe()
+            time.sleep(0.02)
+        return Batch({}, len(batch))
+
+    @remote(ONE_TO_ALL)
     def sleep(self, batch: Batch, seconds: float, /) -> Batch:
         time.sleep(seconds)
         return Batch({}, len(batch))

@@ -190,6 +190,19 @@ def test_the_second_lane_answers_while_the_first_is_busy(pools: Pools, verb: str
     assert group.ping(0) == ""
 
 
+def test_paused_workers_wait_between_two_pieces_of_work_and_no_deadline_passes(pools: Pools) -> None:
+    group = pools.runtime.groups["one"]
+    pools.sleepers[0].walk(ids(1), 20)
+    while not group.ping(0):
+        time.sleep(0.01)
+    pools.runtime.pause(True)
+    time.sleep(1.0)
+    assert group.ping(0) == "s1.walk" and "wait" in group.stacks(0), "20 pieces of 20 ms would be over by now"
+    pools.runtime.pause(False)
+    [span] = [span for span in pools.runtime.drain().spans if span.kind == "forward"]
+    assert span.name == "s1.walk" and span.duration_s > 1.3
+
+
 def test_a_column_that_nobody_wrote_is_told_before_anything_runs(pools: Pools) -> None:
     with pytest.raises(ContractError, match=r"b\.double reads tokens; the batch has sample_id"):
         pools.b.double(ids(3))
