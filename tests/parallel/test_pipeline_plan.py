@@ -164,5 +164,5 @@ def test_layers_are_split_as_evenly_as_they_go() -> None:
     assert split_layers(8, 3) == (range(3), range(3, 6), range(6, 8))
     assert split_layers(30, 2, head=8) == (range(19), range(19, 30))
     assert split_layers(4, 2, head=8) == (range(3), range(3, 4))
-    with pytest.raises(ContractError, match=r"3 layers on 4 pipeline stages \(pp x chunks\); expected a layer on each"):
+    with pytest.raises(ContractError, match=r"3 layers on 4 pipeline stages \(pp x chunks\); expected at most 3 stages"):
         split_layers(3, 4)
