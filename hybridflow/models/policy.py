@@ -125,18 +125,15 @@ def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
     return torch.randn(1, size, generator=generator) / math.sqrt(size + 1)
 
 
-def network_shards(network: nn.Module, index: int = 0) -> dict[str, Shard]:
+def network_shards(network: nn.Module) -> dict[str, Shard]:
     """What each parameter of a network is of the full one: the decoder's slices; all else is whole on every rank of the
-    tensor-parallel line, and rank ``index`` 0 owns it."""
-    shards = {
-        f"{path}.{name}": shard
-        for path, module in network.named_modules()
-        if isinstance(module, Decoder)
-        for name, shard in module.shards.items()
-    }
+    decoder's tensor-parallel line, and the first one owns it."""
+    decoders = {path: module for path, module in network.named_modules() if isinstance(module, Decoder)}
+    owned = all(decoder.part.tp.index == 0 for decoder in decoders.values())
+    shards = {f"{path}.{name}": shard for path, decoder in decoders.items() for name, shard in decoder.shards.items()}
     for name, parameter in network.named_parameters():
-        shape = tuple(parameter.shape) or (1,)
-        shards.setdefault(name, Shard(shape, 0, (range(shape[0]),), (index == 0,)))
+        if name not in shards:
+            shards[name] = Shard(tuple(parameter.shape), 0, (range(len(parameter)),), (owned,))
     return shards
 
 

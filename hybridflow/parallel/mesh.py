@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -21,16 +22,19 @@ class Line:
 
     ``group`` None is the whole world. A line of one communicates nothing and needs no group. Every rank of the line makes
     the same calls in the same order. gloo mixes up tensors that don't lie row by row, so all methods take care of that.
+    ``traffic``: bytes that this rank has sent, by method; a ring is assumed for all_reduce.
     """
 
     size: int = 1
     index: int = 0
     group: dist.ProcessGroup | None = None
+    traffic: Counter[str] = field(default_factory=Counter, compare=False)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """``x``, in place, summed over the line."""
         if self.size > 1:
             dense = x.contiguous()
+            self.traffic["all_reduce"] += 2 * x.nbytes * (self.size - 1) // self.size
             dist.all_reduce(dense, group=self.group)
             if dense is not x:
                 x.copy_(dense)
@@ -46,7 +50,7 @@ class Line:
         out = x.new_empty(sum(sizes), *x.shape[1:])
         parts = torch.split(out, [*sizes])
         parts[self.index].copy_(x)
-        self._exchange([parts[self.index]] * self.size, parts)
+        self._exchange("all_gather", [parts[self.index]] * self.size, parts)
         return out
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -56,18 +60,20 @@ class Line:
         sent = torch.split(x.contiguous(), [*sizes])
         received = x.new_empty(self.size, *sent[self.index].shape)
         received[self.index].copy_(sent[self.index])
-        self._exchange(sent, received.unbind())
+        self._exchange("reduce_scatter", sent, received.unbind())
         return received.sum(0)
 
     def add(self, x: Tensor, peer: int) -> Tensor:
         """``x``, in place, plus that of rank ``peer`` of the line, which calls this with our index."""
         theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.traffic["add"] += x.nbytes
         self._run([self._to(peer, x.contiguous()), self._from(peer, theirs)])
         return x.add_(theirs)
 
-    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def _exchange(self, method: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send sent[i] to rank i, and fill received[i] by what it sends here; this rank's own parts stay."""
         others = [(self.index + step) % self.size for step in range(1, self.size)]
+        self.traffic[method] += sum(sent[peer].nbytes for peer in others)
         sends = [self._to(peer, sent[peer]) for peer in others if sent[peer].numel()]
         self._run(sends + [self._from(peer, received[peer]) for peer in reversed(others) if received[peer].numel()])
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.placement import Mesh
 from hybridflow.core.seeding import torch_generator
-from hybridflow.models.decoder import Decoder, Part, init_weights, sum_tied
+from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights, sum_tied
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, network_shards
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import full_state, hf_state, load_decoder, save_decoder
@@ -99,7 +99,7 @@ def run(network: Any, kind: str, line: Line = ALONE) -> Run:
     loss = weigh(outputs)
     loss.backward()
     gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-    shards = network_shards(network, line.index)
+    shards = network_shards(network)
     sum_shared(line, gradients, shards)
     norm = gradient_norm(gradients, shards, [line])
     return Run(float(loss), {name: value.detach() for name, value in outputs.items()}, gradients, float(norm))
@@ -207,7 +207,7 @@ def stages(mesh: ProcessMesh, tied: bool) -> tuple[Difference, list[int]]:
         dist.send(states.grad, peer)
         loss = float(weighed)
     gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-    shards = network_shards(network, mesh.tp.index)
+    shards = network_shards(network)
     sum_shared(mesh.tp, gradients, shards)
     sum_tied(network.decoder, {name.removeprefix("decoder."): x for name, x in gradients.items()}, mesh.pp)
     norm = float(gradient_norm(gradients, shards, [mesh.tp, mesh.pp]))
@@ -243,6 +243,16 @@ def log_probs(mesh: ProcessMesh) -> dict[str, float]:
             errors = [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
             found[f"{chunk}, {entropy}"] = max(errors)
     return found
+
+
+def traffic(mesh: ProcessMesh, sequence: bool) -> dict[str, int]:
+    """What a rank sends forward and backward through the decoder, by method: in units of tokens x hidden size / ranks."""
+    spec, line = SPECS["llama, 9/3 heads"], mesh.tp
+    body, attention = decoder(spec, Part(tp=line, sequence_parallel=sequence)), CausalAttention(torch.tensor([5, 7]))
+    line.traffic.clear()
+    body(torch.arange(12), attention.positions, attention).sum().backward()
+    assert not any(count % (4 * 12 * spec.hidden_size // line.size) for count in line.traffic.values())
+    return {method: count // (4 * 12 * spec.hidden_size // line.size) for method, count in line.traffic.items()}
 
 
 def collectives(mesh: ProcessMesh) -> dict[str, bool]:
@@ -288,6 +298,7 @@ def everything(folder: Path, rank: int) -> dict[Any, Any]:
         found["log_probs", tp] = log_probs(mesh)
         if tp > 1:
             found["collectives", tp] = collectives(mesh)
+            found["traffic", tp] = [traffic(mesh, sequence) for sequence in (False, True)]
     mesh = ProcessMesh(Mesh(pp=2, tp=2), rank, TIMEOUT, groups)
     found["lines", "pp"] = [(line.size, line.index) for line in (mesh.dp, mesh.tp, mesh.pp)]
     for tied in (False, True):
@@ -347,6 +358,16 @@ def test_log_probs_need_no_logits_of_other_ranks(ranks: list[dict[Any, Any]], tp
 def test_collectives(ranks: list[dict[Any, Any]], tp: int) -> None:
     for found in ranks[: MOST // tp * tp]:
         assert all(found["collectives", tp].values()), found["collectives", tp]
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_what_is_sent_is_what_the_formula_says(ranks: list[dict[Any, Any]], tp: int) -> None:
+    """An all-reduce sends 2 (tp - 1) / tp of a tensor, the others half of it. Each of the two layers has two forward and
+    two backward, or twice that of the others; the embedding and the end of the decoder have one each."""
+    layers, unit = 2, tp - 1
+    whole = {"all_reduce": (4 * layers + 1) * 2 * unit}
+    cut = {"reduce_scatter": (4 * layers + 1) * unit, "all_gather": (4 * layers + 2) * unit}
+    assert [found["traffic", tp] for found in ranks[: MOST // tp * tp]] == [[whole, cut]] * (MOST // tp * tp)
 
 
 @pytest.mark.parametrize("tied", [False, True])
