@@ -8,19 +8,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_learner import LOSSES, batch, without_actions
+from test_learner import LOSSES, SPEC, batch, decoder
 from test_replica import Tied, networks
 from test_text_sampler import prompts, sampler
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.core.errors import ResourceError
 from hybridflow.core.roles import Offloadable, WorkerContext
+from hybridflow.models.policy import TextPolicy, TextReward
+from hybridflow.models.weights import load_decoder, load_reward, save_decoder
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
 from hybridflow.workers.offload import Shelf
 from hybridflow.workers.optimizer import OptimizerConfig
@@ -133,8 +136,35 @@ def test_frozen_models_come_back_too() -> None:
     before = scorer.score(batch()).ragged("log_probs").values
     assert scorer.offload() > 0 and scorer.onload("score") > 0
     assert np.array_equal(before, scorer.score(batch()).ragged("log_probs").values)
-    assert isinstance(scorer, Offloadable) and issubclass(RewardModelScorer, Offloadable)
-    assert len(scorer.score(without_actions(batch()))) == len(batch())
+    assert isinstance(scorer, Offloadable)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_from_folders_can_be_put_away(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = decoder()
+    save_decoder(model, tmp_path / "reward", score=torch.randn(1, SPEC.hidden_size), pad_token_id=0)
+    save_decoder(model, tmp_path / "policy")
+
+    def build() -> dict[str, nn.Module]:
+        body, score = load_reward(tmp_path / "reward", dtype)
+        assert score is not None
+        return {"reward": TextReward(body, score).to("cpu"), "policy": TextPolicy(load_decoder(tmp_path / "policy", dtype))}
+
+    scorer = RewardModelScorer(
+        WorkerContext(), networks=Networks(build, "reward", ("tokens",)), token_budget=64, end_tokens=(0,)
+    )
+    before = scorer.score(batch())["scores"]
+    assert scorer.offload() > 0 and scorer.onload("score") > 0
+    assert np.array_equal(before, scorer.score(batch())["scores"])
+    one = learner(Networks(build, "policy", ("tokens",)))
+    one.export(partial(save_decoder_of, folder=tmp_path / "exported"))
+    before = one.compute_log_probs(batch()).ragged("learner_log_probs").values
+    assert one.offload() > 0 and one.onload("update") > 0
+    assert np.array_equal(before, one.compute_log_probs(batch()).ragged("learner_log_probs").values)
+
+
+def save_decoder_of(policy: TextPolicy, folder: Path) -> None:
+    save_decoder(policy.decoder, folder)
 
 
 def test_a_full_disk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
