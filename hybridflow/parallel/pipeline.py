@@ -18,9 +18,9 @@ order (NCCL) do so rightly.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -43,16 +43,19 @@ UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class Wire:
-    """How the stages of one pipeline line reach each other, and what microbatch m sends: ``shape_of(m)`` of ``dtype``.
+    """How the ``size`` ranks of a pipeline reach each other, and what microbatch m sends: ``shape_of(m)`` of ``dtype``.
 
-    ``rank`` is the place in the line. ``group`` is None for a line of one rank.
+    ``rank`` is the place in the line. ``group`` None is the whole world, or nothing for a line of one.
+    ``traffic``: bytes that this rank has sent, by "activation" and "gradient".
     """
 
     group: dist.ProcessGroup | None
     rank: int
+    size: int
     shape_of: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
+    traffic: Counter[str] = field(default_factory=Counter, compare=False)
 
 
 def run_pipeline(plan: Plan, stages: Sequence[Stage], wire: Wire) -> dict[int, Any]:
@@ -65,13 +68,12 @@ def run_pipeline(plan: Plan, stages: Sequence[Stage], wire: Wire) -> dict[int, A
     Returns what the last stage returned, by microbatch (losses without their graph), and nothing on other ranks. When the
     plan only goes forward, this runs without gradients, and the last stage may return anything.
 
-    Raises what a stage raises; the other ranks of the line then raise WorkerError at the group's timeout. Raises
-    ContractError for an output of another shape or dtype than was promised.
+    Raises what a stage raises; the other ranks of the line then raise WorkerError at the group's timeout, and the group is
+    of no more use. Raises ContractError for an output of another shape or dtype than was promised.
     """
-    size = 1 if wire.group is None else wire.group.size()
-    if (plan.ranks, plan.chunks) != (size, len(stages)):
+    if (plan.ranks, plan.chunks) != (wire.size, len(stages)):
         raise ContractError(
-            f"pipeline plan for {plan.ranks} ranks x {plan.chunks} chunks on a line of {size} ranks x {len(stages)} chunks"
+            f"pipeline plan for {plan.ranks} ranks x {plan.chunks} chunks on {wire.size} ranks x {len(stages)} chunks"
         )
     with torch.set_grad_enabled(plan.trains):
         return _Executor(plan, stages, wire).run()
@@ -180,6 +182,7 @@ class _Mail:
         tensor = self.ready.pop(message)
         work = dist.isend(tensor, group=self.wire.group, group_dst=message.target, tag=tag)
         assert work is not None
+        self.wire.traffic[_what(message)] += tensor.nbytes
         self.leaving.append((message, work, tensor))
         while len(self.leaving) > UNDER_WAY:
             self._finish_send()
@@ -202,8 +205,11 @@ class _Mail:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            what = "activation" if isinstance(message.action, Forward) else "gradient"
             raise WorkerError(
-                f"pipeline rank {self.wire.rank}: the {what} of microbatch {message.action.microbatch} from rank "
+                f"pipeline rank {self.wire.rank}: the {_what(message)} of microbatch {message.action.microbatch} from rank "
                 f"{message.source} for rank {message.target} never came through: {error}"
             ) from error
+
+
+def _what(message: Message) -> str:
+    return "activation" if isinstance(message.action, Forward) else "gradient"

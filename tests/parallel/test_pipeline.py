@@ -81,7 +81,7 @@ class Held:
     def __init__(self) -> None:
         self.now, self.saved, self.most = (0, 0), Counter[tuple[int, int]](), 0
         self.outputs: list[weakref.ref[Any]] = []
-        self.most_outputs = 0
+        self.most_outputs, self.traffic = 0, Counter[str]()
 
     def pack(self, tensor: Tensor) -> Saved:
         saved = Saved(self, tensor)
@@ -132,7 +132,9 @@ def stages_of(model: Model, plan: Plan, rank: int, tokens: list[Tensor], held: H
 
 def run_line(line: Line, plan: Plan, model: Model, tokens: list[Tensor], held: Held) -> dict[int, Tensor]:
     dtype = model.head.weight.dtype
-    wire = Wire(line.group, line.rank, lambda m: (len(tokens[m]), HIDDEN), dtype, torch.device("cpu"))
+    wire = Wire(
+        line.group, line.rank, line.size, lambda m: (len(tokens[m]), HIDDEN), dtype, torch.device("cpu"), held.traffic
+    )
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor):
         return run_pipeline(plan, stages_of(model, plan, line.rank, tokens, held), wire)
 
@@ -173,6 +175,11 @@ def compare(line: Line, microbatches: int, dtype: torch.dtype) -> dict[str, Any]
             got = run_line(line, plan, model, tokens, held)
             if got != (losses if line.rank == line.size - 1 else {}):
                 wrong.append((name, got, losses))
+            stages = [layers for layers in parts(plan, line.rank) if line.size > 1]
+            sent = sum(map(len, tokens)) * HIDDEN * dtype.itemsize
+            traffic = sent * sum(part.stop < LAYERS for part in stages), sent * sum(part.start > 0 for part in stages)
+            if (held.traffic["activation"], held.traffic["gradient"]) != traffic:
+                wrong.append((name, held.traffic, traffic))
             if held.saved:
                 wrong.append((name, "left over", held.saved))
             held_of[name], outputs_of[name] = max(held_of[name], held.most), max(outputs_of[name], held.most_outputs)
@@ -210,7 +217,7 @@ def on_lines(rank: int) -> dict[Any, Any]:
     """Every case on lines of the first 1, 2, ... ranks; the broken one on a group of its own, which is of no use then."""
     results: dict[Any, Any] = {}
     for size in range(1, MOST + 1):
-        group: Any = dist.new_group(list(range(size)), TIMEOUT) if size > 1 else None
+        group: Any = None if size in (1, MOST) else dist.new_group(list(range(size)), TIMEOUT)
         if rank < size:
             line = Line(group, rank, size)
             results["bfloat16", size] = compare(line, 5, torch.bfloat16)
@@ -269,7 +276,7 @@ def test_an_error_stops_its_stage_and_the_others_at_the_timeout(results: Results
 
 
 def here(shape: tuple[int, ...] = (2, HIDDEN), dtype: torch.dtype = torch.float32) -> Wire:
-    return Wire(None, 0, lambda m: shape, dtype, torch.device("cpu"))
+    return Wire(None, 0, 1, lambda m: shape, dtype, torch.device("cpu"))
 
 
 def test_a_stage_that_nothing_is_trained_in_has_no_way_back() -> None:
@@ -304,5 +311,5 @@ def test_an_output_that_was_not_promised_is_refused() -> None:
         run_pipeline(plan, [lambda m, received: x, loss], here(dtype=torch.bfloat16))
     with pytest.raises(ContractError, match=r"stage 1, microbatch 0: returned \[2, 6\] of torch.float32; expected \[\] of"):
         run_pipeline(plan, [lambda m, received: x, lambda m, received: received * 2], here())
-    with pytest.raises(ContractError, match="plan for 1 ranks x 2 chunks on a line of 1 ranks x 1 chunks"):
+    with pytest.raises(ContractError, match="plan for 1 ranks x 2 chunks on 1 ranks x 1 chunks"):
         run_pipeline(plan, [loss], here())
