@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.core.errors import ModelError, ResourceError
+from hybridflow.core.errors import ContractError, ModelError, ResourceError
 from hybridflow.core.files import appearing
 from hybridflow.models.decoder import Decoder, Part
 from hybridflow.models.layout import decoder_shards
@@ -466,8 +466,10 @@ def save_decoder(
     ``copy_from``: the folder that the model came from; tokenizer, chat template, generation settings and the other keys of
     config.json are taken over. Above ``shard_bytes`` the weights are several files and an index.
     The folder appears complete or not at all. Raises ModelError: ``folder`` is there already or can't be written;
-    ResourceError: the disk is full.
+    ResourceError: the disk is full; ContractError: the decoder holds only a part of the model.
     """
+    if decoder.part != Part():
+        raise ContractError(f"{folder}: the decoder holds {decoder.part} of the model; join its full_state first")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: exists already; choose another folder or remove it")
     config, weights = _merged_config(decoder, copy_from), [*hf_state(decoder)]

@@ -1,11 +1,20 @@
 """The decoder's own shortcuts change nothing."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models.decoder import CausalAttention, Decoder, init_weights
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.errors import ContractError
+from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights
+from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import hf_state, load_hf_state, save_decoder
 
 SPEC = DecoderSpec(
     family="qwen3",
@@ -45,3 +54,58 @@ def test_states_that_nobody_wants_are_spared(recompute: bool) -> None:
     assert len(same) == len(gradients) == len(list(decoder.parameters()))
     for one, other in zip(same, gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+
+
+STAGES = (Part(range(1), last=False), Part(range(1, 2), first=False, last=False), Part(range(2, 3), first=False))
+# The last stage has no layer.
+FOUR = (*STAGES[:2], Part(range(2, 3), first=False, last=False), Part(range(3, 3), first=False))
+
+
+def network(kind: str, body: Decoder) -> Any:
+    if kind == "policy":
+        return TextPolicy(body, temperature=0.9)
+    made = TextReward(body, torch.full((1, 32), 0.2)) if kind == "reward" else TextCritic(body)
+    if isinstance(made, TextCritic) and made.head is not None:
+        torch.nn.init.constant_(made.head.weight, 0.3)
+    return made
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("parts", [STAGES, FOUR])
+@pytest.mark.parametrize(("kind", "tied"), [("policy", True), ("policy", False), ("critic", False), ("reward", True)])
+def test_stages_one_after_another_are_the_whole(kind: str, tied: bool, parts: tuple[Part, ...], recompute: bool) -> None:
+    spec = replace(SPEC, tied=tied)
+    whole = Decoder(spec)
+    init_weights(whole, torch.Generator().manual_seed(0))
+    stages = [network(kind, Decoder(spec, part if kind == "policy" else replace(part, head=False))) for part in parts]
+    for stage in stages:
+        stage.decoder.activation_checkpointing = recompute
+        load_hf_state(stage.decoder, hf_state(whole))
+    lengths = LENGTHS.numpy()
+    mask = np.concatenate([np.arange(length) >= 2 for length in lengths])
+    tokens = np.random.default_rng(0).integers(0, 50, lengths.sum())
+    batch = Batch({"tokens": Ragged(tokens, lengths), "response_mask": Ragged(mask, lengths)})
+
+    states, *rest = stages[0].pack(batch)
+    for stage in stages:
+        states = stage.decoder(states, *rest)
+    found, alone = stages[-1].read(states, batch), network(kind, whole)
+    expected = alone.outputs(batch)
+    assert {name: torch.equal(value, expected[name]) for name, value in found.items()} == dict.fromkeys(expected, True)
+
+    for outputs in (found, expected):
+        torch.stack([value.square().sum() for value in outputs.values()]).sum().backward()
+    gradients: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-6)
+    assert not gradients
+
+
+def test_a_part_is_not_saved_as_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"holds Part.*join its full_state first"):
+        save_decoder(Decoder(SPEC, STAGES[0]), tmp_path / "model")
