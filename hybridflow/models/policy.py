@@ -102,7 +102,7 @@ class TextReward(nn.Module):
         """``score`` [1, D]: the head's weight; see ``fresh_score``."""
         super().__init__()
         self.decoder = decoder
-        self.register_parameter("score", nn.Parameter(score.to(decoder.anchor)) if decoder.part.last else None)
+        self.register_parameter("score", nn.Parameter(score.to(decoder.anchor, copy=True)) if decoder.part.last else None)
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """``scores`` [B], fp32."""

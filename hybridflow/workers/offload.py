@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.core.errors import ResourceError
+from hybridflow.core.errors import ContractError, ResourceError
 from hybridflow.core.roles import MemoryPart
 
 __all__ = ["Shelf", "Shelved"]
@@ -28,8 +28,8 @@ USE_OPTIMIZER = ("update", "state_dict", "load_state_dict")
 class Shelf:
     """A set of tensors, which ``tensors`` lists whenever they are put away. Tied ones, of one storage, move once.
 
-    A storage that ``Tensor.numpy`` was called on can't be emptied (a RuntimeError of torch); arrays of ``np.from_dlpack``
-    are not to be read once the tensors have been away.
+    Memory that others know of can't be freed (a ContractError): ``Tensor.numpy`` was called on it, or it is that of a file
+    read in place. Arrays of ``np.from_dlpack`` are not to be read once the tensors have been away.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -44,6 +44,8 @@ class Shelf:
             return 0
         found = (tensor.untyped_storage() for tensor in self._tensors())
         storages = list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
+        if not all(storage.resizable() for storage in storages):
+            raise ContractError("offload: a tensor doesn't own its memory; copy what numpy or a file knows of")
         hosts = [storage for storage in storages if storage.device.type == "cpu"]
         self._file = _written(hosts) if hosts else None
         self._away = [(storage, storage.nbytes(), _pinned(storage)) for storage in storages]

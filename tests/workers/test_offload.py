@@ -20,7 +20,7 @@ from test_replica import Tied, networks
 from test_text_sampler import prompts, sampler
 from torch import Tensor, nn
 
-from hybridflow.core.errors import ResourceError
+from hybridflow.core.errors import ContractError, ResourceError
 from hybridflow.core.roles import Offloadable, WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward
 from hybridflow.models.weights import load_decoder, load_reward, save_decoder
@@ -174,6 +174,15 @@ def test_a_full_disk_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match=r"placement\.offload: can't write .* \(No space left on device\); free space"):
         one.offload()
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(one), strict=True))
+
+
+@pytest.mark.parametrize("known", [lambda tensor: tensor.numpy(), lambda tensor: tensor.set_(torch.from_numpy(np.ones(4)))])
+def test_memory_that_others_know_of_is_not_freed(known: Callable[[Tensor], Any]) -> None:
+    found = [torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)]
+    array = known(found[1])
+    with pytest.raises(ContractError, match="a tensor doesn't own its memory"):
+        Shelf(lambda: found).put_away()
+    assert all(tensor.tolist() == [1.0] * 4 for tensor in found) and len(array) == 4
 
 
 MEASURE = """
