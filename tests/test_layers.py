@@ -22,7 +22,7 @@ LAYERS = {
     "rollout": {"core", "data"},
     "telemetry": {"core"},
     "controller": {"core"},
-    "workers": {"core", "ops", "models", "generation", "data", "rollout", "controller"},
+    "workers": {"core", "ops", "parallel", "models", "generation", "data", "rollout", "controller"},
     "algorithms": {"core", "ops", "rollout"},
     "train": {"core", "rollout", "telemetry"},
     "checkpoint": {"core"},

@@ -146,7 +146,7 @@ def learned(data: dict[str, Any], **keys: Any) -> dict[str, torch.Tensor]:
     made = build(validate(with_keys(data, run_dir="unused", **keys), "test"))
     try:
         made.trainer.train(made.config.train.steps)
-        networks = made.state_dict()["actor"]["networks"]["policy"]
+        networks = made.state_dict()["actor"][0]["networks"]["policy"]
         return {name: tensor.clone() for name, tensor in networks.items()}
     finally:
         made.runtime.stop()

@@ -141,6 +141,7 @@ class WorkerContext:
 
     ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the
     data-parallel blocks, in place; None where there is one. ``going`` is cleared while the driver has paused the worker.
+    ``lines``: the ``ProcessMesh`` of the worker, None where it is alone.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -148,6 +149,7 @@ class WorkerContext:
     rank: int = 0
     reduce: Callable[[Tensor], None] | None = None
     going: Event | None = None
+    lines: Any = None
 
     @property
     def block(self) -> int:

@@ -17,24 +17,27 @@ the sums behind ``effective_samples``, and at the end in those of the columns th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.controller.protocols import THREE_D, VIEW, deal
+from hybridflow.controller.protocols import THREE_D, THREE_D_PP_ONLY, VIEW, deal
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.core.errors import NonFiniteError
+from hybridflow.core.errors import NonFiniteError, UserError
 from hybridflow.core.fields import FIELDS
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
+from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
+from hybridflow.workers.parts import Cut, Lines, run_microbatches
 from hybridflow.workers.units import Pulled, Units
 
 __all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "all_tensors", "as_array", "tensors"]
@@ -43,12 +46,22 @@ __all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "all_tensors",
 @dataclass(frozen=True)
 class Networks:
     """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads. ``model``: whose weights
-    they start from, for people to read."""
+    they start from, for people to read. ``part``: builds what a rank holds of them, None for networks that can't be cut.
+    """
 
     build: Callable[[], Mapping[str, nn.Module]]
     main: str
     inputs: tuple[str, ...]
     model: str = "a new network"
+    part: Callable[[Lines], Mapping[str, nn.Module]] | None = None
+
+    def at(self, lines: Lines) -> dict[str, nn.Module]:
+        """What the rank at this place of a mesh holds. UserError if they can't be cut."""
+        if lines.whole:
+            return dict(self.build())
+        if self.part is None:
+            raise UserError(f"mesh: {self.model} can't be cut; use tp = 1 and pp = 1 for it")
+        return dict(self.part(lines))
 
 
 @dataclass(frozen=True)
@@ -83,9 +96,11 @@ class Learner(Shelved):
         seed: int,
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
-        self.networks = dict(networks.build())
+        self.lines, self._recipe = Lines.of(context), networks
+        self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
-        self.optimizer = Optimizer(self.model, optimizer, total_steps)
+        self.cut = None if self.lines.whole else Cut(self.model, self.lines)
+        self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
         weights = Shelf(lambda: all_tensors(*self.networks.values()))
         self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
 
@@ -132,20 +147,24 @@ class Learner(Shelved):
         normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
         self.optimizer.zero_grad()
         drift: list[Tensor] = []
-        for index in plan_microbatches(part.units.weights, self.plan.token_budget):
+        micros = [part.take(index) for index in plan_microbatches(part.units.weights, self.plan.token_budget)]
+
+        def terms(number: int, seen: Batch, outputs: Any) -> Tensor:
             self.context.breathe()
-            micro = part.take(index)
-            seen = micro.batch()
-            result = self._loss(seen, loss)
+            result: Loss = loss(outputs, action_columns(seen, self._device))
             total = result.terms.sum() / normaliser
             self._check_finite(float(total.detach()), f"loss {loss.name}", seen["sample_id"])
-            total.backward()  # type: ignore[no-untyped-call]
-            self._observe(result, loss)
-            drift += [] if result.drift is None else [result.drift]
+            self._observe(result)
+            drift.extend([] if result.drift is None else [result.drift])
             for name, values in written.items():
-                values[micro.units.places.values] = result.columns[name].float().cpu().numpy()
+                values[micros[number].units.places.values] = result.columns[name].float().cpu().numpy()
+            return total
+
+        read = (lambda _: self.networks) if loss.on == "networks" else None
+        run_microbatches(self.model, (m.batch() for m in micros), terms, self.lines.pp, train=True, read=read)
         if self.context.mesh.dp > 1:
             self.optimizer.sum_gradients(self.context.sum)
+        self.optimizer.sum_parts()
         self._step(loss, samples[whole.rows.values])
         return drift
 
@@ -158,13 +177,7 @@ class Learner(Shelved):
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def _loss(self, batch: Batch, loss: Fn) -> Loss:
-        columns = action_columns(batch, self._device)
-        outputs = self.networks if loss.on == "networks" else self.model.outputs(batch)
-        result: Loss = loss(outputs, columns)
-        return result
-
-    def _observe(self, result: Loss, loss: Fn) -> None:
+    def _observe(self, result: Loss) -> None:
         metrics = {"loss": result.terms.detach(), **result.metrics}
         for name, values in metrics.items():
             self.context.metrics.add(name, float(values.sum()), values.numel())
@@ -198,7 +211,7 @@ class Learner(Shelved):
     @remote(THREE_D, reads=_value_inputs, writes=("values", "bootstrap_values"))
     def compute_values(self, batch: Batch, /) -> Batch:
         """Value before every action step, and after the last one."""
-        values = forward(self.model, batch, ("values",), self.plan.token_budget)["values"]
+        values = forward(self.model, batch, ("values",), self.plan.token_budget, self.lines.pp)["values"]
         with torch.no_grad():
             bootstrap = self.model.bootstrap(batch).float().cpu().numpy()
         return Batch({"values": values, "bootstrap_values": bootstrap})
@@ -206,13 +219,13 @@ class Learner(Shelved):
     @remote(THREE_D, reads=_inputs, writes=("learner_log_probs",))
     def compute_log_probs(self, batch: Batch, /) -> Batch:
         """Log-probability of every action step under the current policy, whoever chose it."""
-        log_probs = forward(self.model, batch, ("log_probs",), self.plan.token_budget)["log_probs"]
+        log_probs = forward(self.model, batch, ("log_probs",), self.plan.token_budget, self.lines.pp)["log_probs"]
         return Batch({"learner_log_probs": log_probs})
 
     @remote(THREE_D, reads=_inputs, writes=("scores",))
     def compute_scores(self, batch: Batch, /) -> Batch:
         """What the reward model that is trained gives to every row."""
-        return Batch({"scores": score_rows(self.model, batch, self.plan.token_budget)})
+        return Batch({"scores": score_rows(self.model, batch, self.plan.token_budget, self.lines.pp)})
 
     @control
     def blend(self, source: str, target: str, weight: float) -> None:
@@ -230,27 +243,70 @@ class Learner(Shelved):
 
     @control
     def export(self, save: Callable[[Any], None]) -> None:
-        """Call ``save`` with the main network, on rank 0 alone: every rank has the same weights."""
-        if self.context.rank == 0:
-            save(self.model)
+        """Call ``save`` with the whole main network, on rank 0 alone, which joins the parts if there are any."""
+        if self.cut is None:
+            if self.context.rank == 0:
+                save(self.model)
+        elif self.context.block == 0:
+            parts = gathered(self.lines.pp, self._full(tensors(self.networks, self.main)))
+            if self.context.rank == 0:
+                whole = dict(self._recipe.build())[self.main]
+                whole.load_state_dict(
+                    {name.partition("/")[2]: x for part in parts for name, x in part.items()}, strict=False
+                )
+                save(whole)
 
     @control
     def weights(self) -> dict[str, np.ndarray]:
         """What samplers read, for ``Replica.load``: the main network's parameters and buffers by "<network>/<name>", tied
-        ones once. On a CPU the arrays are the weights themselves, which the next update changes."""
-        return {name: as_array(tensor) for name, tensor in tensors(self.networks, self.main).items()}
+        ones once; of a pipeline, those of this stage. On a CPU the arrays of a whole model are the weights themselves,
+        which the next update changes."""
+        return {name: as_array(tensor) for name, tensor in self._full(tensors(self.networks, self.main)).items()}
+
+    def _full(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by "<network>/<name>", full instead of slices."""
+        if self.cut is None:
+            return dict(named)
+        full = self.cut.full({name.partition("/")[2]: tensor for name, tensor in named.items()})
+        return {f"{self.main}/{name}": tensor for name, tensor in full.items()}
+
+    @control(THREE_D_PP_ONLY)
+    def state_dict(self) -> list[dict[str, Any]]:
+        """One entry for each pipeline stage: full tensors by name, so that any other mesh can go on from them."""
+        if self.cut is None:
+            networks = {name: network.state_dict() for name, network in self.networks.items()}
+        else:
+            networks = {self.main: self.cut.full(self.model.state_dict())}
+        return [{"version": self.version, "networks": networks, "optimizer": self.optimizer.state_dict()}]
 
     @control
-    def state_dict(self) -> dict[str, Any]:
-        networks = {name: network.state_dict() for name, network in self.networks.items()}
-        return {"version": self.version, "networks": networks, "optimizer": self.optimizer.state_dict()}
-
-    @control
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.version = state["version"]
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the state of all stages, of whatever mesh."""
+        self.version = state[0]["version"]
         for name, network in self.networks.items():
-            network.load_state_dict(state["networks"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+            saved = {key: tensor for stage in state for key, tensor in stage["networks"][name].items()}
+            if self.cut is not None:
+                saved = {key: self.cut.take(key, saved[key]) for key in network.state_dict()}
+            network.load_state_dict(saved)
+        self.optimizer.load_state_dict(merged([stage["optimizer"] for stage in state]))
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of an optimizer whose parameters are spread over pipeline stages."""
+    first = states[0]
+    return {
+        key: {name: x for state in states for name, x in state[key].items()} if isinstance(first[key], dict) else first[key]
+        for key in first
+    }
+
+
+def gathered(pp: Line, part: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The dicts of all stages, on the first one."""
+    if pp.size == 1:
+        return [part]
+    parts: list[Any] | None = [None] * pp.size if pp.index == 0 else None
+    dist.gather_object(part, parts, group=pp.group, group_dst=0)
+    return parts or []
 
 
 def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
@@ -272,26 +328,30 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
-def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int) -> dict[str, Ragged]:
-    """Outputs of a model without gradients, as time columns with zeros outside the action steps."""
+def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int, pp: Line = ALONE) -> dict[str, Ragged]:
+    """Outputs of a model without gradients, as time columns with zeros outside the action steps; of a pipeline ``pp``, on
+    its last stage."""
     units, mask = Units.of(batch, "row"), batch.ragged("response_mask")
     pulled = units.load(batch, np.arange(len(units)))
     out = {name: np.zeros(len(mask.values), np.float32) for name in names}
-    with torch.no_grad():
-        for index in plan_microbatches(units.weights, token_budget):
-            micro = pulled.take(index)
-            outputs = model.outputs(micro.batch())
-            for name in names:
-                out[name][micro.units.places.values] = outputs[name].float().cpu().numpy()
+    micros = [pulled.take(index) for index in plan_microbatches(units.weights, token_budget)]
+
+    def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
+        for name in names:
+            out[name][micros[number].units.places.values] = outputs[name].float().cpu().numpy()
+
+    run_microbatches(model, (micro.batch() for micro in micros), keep, pp, train=False)
     return {name: mask.like(values) for name, values in out.items()}
 
 
-def score_rows(model: Any, batch: Batch, token_budget: int) -> np.ndarray:
-    """``scores`` [B] of a reward model, without gradients."""
-    scores = np.zeros(len(batch), np.float32)
-    with torch.no_grad():
-        for index in plan_microbatches(batch.lengths, token_budget):
-            scores[index] = model.outputs(batch.rows(index))["scores"].cpu().numpy()
+def score_rows(model: Any, batch: Batch, token_budget: int, pp: Line = ALONE) -> np.ndarray:
+    """``scores`` [B] of a reward model, without gradients; of a pipeline ``pp``, on its last stage."""
+    scores, micros = np.zeros(len(batch), np.float32), list(plan_microbatches(batch.lengths, token_budget))
+
+    def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
+        scores[micros[number]] = outputs["scores"].cpu().numpy()
+
+    run_microbatches(model, (batch.rows(index) for index in micros), keep, pp, train=False)
     return scores
 
 

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from hybridflow.core.config import Config
 from hybridflow.core.errors import ConfigError
+from hybridflow.models.decoder import sum_tied
+from hybridflow.parallel.tensor import gradient_norm, sum_shared
+from hybridflow.workers.parts import Cut
 
 __all__ = ["Optimizer", "OptimizerConfig", "freeze", "learning_rate_scale", "training_bytes"]
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OptimizerConfig(Config):
@@ -52,12 +58,12 @@ class Optimizer:
     """Steps the trained parameters of ``module``.
 
     Weights that are not fp32 get an fp32 master copy: gradients of all microbatches add up there, AdamW moves it, and the
-    weight is its rounding. fp32 weights are their own masters.
+    weight is its rounding. fp32 weights are their own masters. ``cut``: what the module's parameters are parts of.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
-        self.config, self.total_steps, self.steps = config, total_steps, 0
-        freeze(module, config.freeze)
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None = None) -> None:
+        self.config, self.total_steps, self.steps, self.cut = config, total_steps, 0, cut
+        freeze(module, config.freeze, whole=cut is None)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {name: _master(parameter) for name, parameter in self.parameters.items()}
         decayed = [master for master in self.masters.values() if master.dim() >= 2]
@@ -83,6 +89,17 @@ class Optimizer:
         for master, part, count in zip(masters, parts, there.tolist(), strict=True):
             master.grad = part.view_as(master) if count else None
 
+    def sum_parts(self) -> None:
+        """Sum the gradients of what several ranks hold of one model: of norms and shared heads, and of a tied embedding."""
+        if self.cut is not None:
+            gradients, lines = self._gradients(), self.cut.lines
+            sum_shared(lines.tp, gradients, self.cut.shards)
+            in_decoder = {name.removeprefix("decoder."): gradient for name, gradient in gradients.items()}
+            sum_tied(self.cut.decoder, in_decoder, lines.pp)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
@@ -90,7 +107,13 @@ class Optimizer:
 
     def clip(self) -> float:
         """Scale the gradients down to ``max_grad_norm``; returns their norm before."""
-        return float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
+        if self.cut is None:
+            return float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
+        gradients, lines = self._gradients(), self.cut.lines
+        norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
+        if norm > self.config.max_grad_norm:
+            torch._foreach_mul_(list(gradients.values()), self.config.max_grad_norm / (norm + 1e-6))
+        return norm
 
     def step(self) -> None:
         """Apply the gradients."""
@@ -109,22 +132,38 @@ class Optimizer:
     def tensors(self) -> Iterator[Tensor]:
         """AdamW's moments, and the masters that are not the weights themselves."""
         yield from (master for name, master in self.masters.items() if master is not self.parameters[name])
-        for state in self.adamw.state.values():
-            yield from state.values()
+        for master in self.masters.values():
+            yield from self.adamw.state.get(master, {}).values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count, AdamW's moments and the masters that are not the weights themselves."""
+        """Step count, AdamW's moments and the masters that are not the weights themselves, all full, by parameter."""
         masters = {name: m for name, m in self.masters.items() if m is not self.parameters[name]}
-        return {"steps": self.steps, "adamw": self.adamw.state_dict(), "masters": masters}
+        state = {name: self.adamw.state[master] for name, master in self.masters.items() if master in self.adamw.state}
+        moments = {key: {name: kept[key] for name, kept in state.items()} for key in MOMENTS}
+        if self.cut is not None:
+            masters, moments = self.cut.full(masters), {key: self.cut.full(kept) for key, kept in moments.items()}
+        return {
+            "steps": self.steps,
+            "masters": masters,
+            "counts": {n: kept["step"] for n, kept in state.items()},
+            **moments,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; the weights themselves must have been loaded before."""
+        """Restore; the weights themselves must have been loaded before. Entries of other stages' parameters are left."""
         self.steps = state["steps"]
-        self.adamw.load_state_dict(state["adamw"])
-        with torch.no_grad():
-            for name, master in state["masters"].items():
-                self.masters[name].copy_(master)
+        self.adamw.state.clear()
+        for name, master in self.masters.items():
+            if name in state[MOMENTS[0]]:
+                kept = {key: self._own(name, state[key][name]).to(master, copy=True) for key in MOMENTS}
+                self.adamw.state[master] = {"step": state["counts"][name].clone(), **kept}
+            if name in state["masters"]:
+                with torch.no_grad():
+                    master.copy_(self._own(name, state["masters"][name]))
         self._round()
+
+    def _own(self, name: str, full: Tensor) -> Tensor:
+        return full if self.cut is None else self.cut.take(name, full)
 
 
 def training_bytes(module: nn.Module) -> tuple[int, int]:
@@ -136,18 +175,19 @@ def training_bytes(module: nn.Module) -> tuple[int, int]:
     return 4 * size, 4 * (2 * size + masters)
 
 
-def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Stop training every parameter whose name matches a pattern; a pattern that matches none is a ConfigError."""
+def freeze(module: nn.Module, patterns: tuple[str, ...], whole: bool = True) -> None:
+    """Stop training every parameter whose name matches a pattern; a pattern that matches none of a ``whole`` model is a
+    ConfigError."""
     names = [name for name, _ in module.named_parameters()]
     short = {name: name.removeprefix("decoder.") for name in names}
     for pattern in patterns:
         matched = [name for name in names if fnmatch.fnmatchcase(short[name], pattern)]
-        if not matched:
+        if not matched and whole:
             example = ", ".join(list(short.values())[:6])
             raise ConfigError([f"optimizer.freeze: {pattern!r} matches no parameter; names look like {example}, ..."])
         for name in matched:
             module.get_parameter(name).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if whole and not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(["optimizer.freeze: the patterns freeze every parameter; nothing would be trained"])
 
 

@@ -15,6 +15,7 @@ from hybridflow.ops.kl import estimate_kl
 from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
 from hybridflow.workers.learner import Networks, all_tensors, forward, score_rows
 from hybridflow.workers.offload import Shelf, Shelved
+from hybridflow.workers.parts import Lines
 
 __all__ = ["ModelScorer", "RewardModelScorer", "RewardScorer"]
 
@@ -80,7 +81,8 @@ class RewardModelScorer(Shelved):
         end_tokens: tuple[int, ...],
     ) -> None:
         self.context, self.token_budget, self.end_tokens = context, token_budget, end_tokens
-        self.model: Any = networks.build()[networks.main].requires_grad_(False)
+        self.lines = Lines.of(context)
+        self.model: Any = networks.at(self.lines)[networks.main].requires_grad_(False)
         self.shelves = {"weights": Shelf(lambda: all_tensors(self.model))}
 
     @remote(
@@ -91,7 +93,7 @@ class RewardModelScorer(Shelved):
     )
     def score(self, batch: Batch, /) -> Batch:
         rows = Batch({"tokens": _ended(batch.ragged("tokens"), self.end_tokens)}, len(batch))
-        scores = score_rows(self.model, rows, self.token_budget)
+        scores = score_rows(self.model, rows, self.token_budget, self.lines.pp)
         if not np.isfinite(scores).all():
             raise NonFiniteError(f"the reward model gives row {int((~np.isfinite(scores)).argmax())} no finite score")
         exact = scores.astype(np.float64)
@@ -111,7 +113,8 @@ class ModelScorer(Shelved):
 
     def __init__(self, context: WorkerContext, *, networks: Networks, token_budget: int, sampled: bool = True) -> None:
         self.context, self.token_budget, self.sampled = context, token_budget, sampled
-        self.model: Any = networks.build()[networks.main].requires_grad_(False)
+        self.lines = Lines.of(context)
+        self.model: Any = networks.at(self.lines)[networks.main].requires_grad_(False)
         self.shelves = {"weights": Shelf(lambda: all_tensors(self.model))}
 
     @remote(
@@ -126,7 +129,7 @@ class ModelScorer(Shelved):
     def score(self, batch: Batch, /) -> Batch:
         """``log_probs`` of every action step (the role renames them); metric ``kl`` of the sampling policy against them."""
         mask = batch.ragged("response_mask").values
-        own = forward(self.model, batch, ("log_probs",), self.token_budget)["log_probs"]
+        own = forward(self.model, batch, ("log_probs",), self.token_budget, self.lines.pp)["log_probs"]
         if self.sampled:
             sampling, reference = (c.values[mask].astype(np.float64) for c in (batch.ragged("log_probs"), own))
             self.context.metrics.add("kl", float(estimate_kl(sampling, reference, "k3").sum()), len(sampling))

@@ -125,8 +125,8 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[K
         algorithm.learn(algorithm.rollout(source))
         metrics = runtime.drain().metrics.values()
         algorithm.observe(metrics)
-        networks = learners["actor"].state_dict()["networks"]["policy"]
-        moved = [(networks[name] - old).abs().max() for name, old in start["actor"]["networks"]["policy"].items()]
+        networks = learners["actor"].state_dict()[0]["networks"]["policy"]
+        moved = [(networks[name] - old).abs().max() for name, old in start["actor"][0]["networks"]["policy"].items()]
         return {**metrics, **algorithm.metrics(), "moved": float(max(moved))}
 
     yield train
