@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig
-from hybridflow.core.errors import DataError, ModelError
+from hybridflow.core.errors import DataError, ModelError, UserError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer
-from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, fresh_score
 from hybridflow.models.sources import resolve
 from hybridflow.models.spec import DecoderSpec
@@ -28,6 +29,9 @@ from hybridflow.models.weights import (
     read_spec,
     save_decoder,
 )
+from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.workers.learner import Networks
+from hybridflow.workers.parts import WHOLE, Lines
 
 __all__ = [
     "DecoderSource",
@@ -39,6 +43,7 @@ __all__ = [
     "reward_folder",
     "reward_networks",
     "source_like_actor",
+    "text_networks",
     "trained_reward",
 ]
 
@@ -60,13 +65,15 @@ class DecoderSource:
     seed: int
     activation_checkpointing: bool = False
 
-    def build(self) -> Decoder:
+    def build(self, lines: Lines = WHOLE) -> Decoder:
+        """The decoder, or what the rank at this place of a mesh holds of it."""
+        part = part_at(self.spec, lines)
         if self.device.type == "meta":
-            return decoder_sizes(self.spec, self.dtype)
+            return decoder_sizes(self.spec, self.dtype, part)
         if self.folder is not None:
-            decoder = load_decoder(self.folder, self.dtype)
+            decoder = load_decoder(self.folder, self.dtype, part)
         else:
-            decoder = empty_decoder(self.spec, torch.float32)
+            decoder = empty_decoder(self.spec, torch.float32, part)
             init_weights(decoder, torch_generator(self.seed, "init"))
         decoder = decoder.to(self.device, self.dtype)
         decoder.activation_checkpointing = self.activation_checkpointing
@@ -140,12 +147,26 @@ def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSourc
     return source
 
 
-def policy_networks(source: DecoderSource, temperature: float) -> dict[str, nn.Module]:
-    return {"policy": TextPolicy(source.build(), temperature)}
+def part_at(spec: DecoderSpec, lines: Lines) -> Part:
+    """What the rank at this place of a mesh holds of a decoder. UserError if it has fewer layers than stages."""
+    stages = lines.pp.size
+    if stages > spec.num_layers:
+        raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
+    layers = split_layers(spec.num_layers, stages)[lines.pp.index]
+    return Part(layers, first=lines.pp.index == 0, last=lines.pp.index == stages - 1, tp=lines.tp)
 
 
-def critic_networks(source: DecoderSource) -> dict[str, nn.Module]:
-    return {"value": TextCritic(source.build())}
+def text_networks(build: Callable[..., Mapping[str, nn.Module]], main: str, model: str) -> Networks:
+    """Networks of a decoder, which can be cut over a mesh: ``build(lines)``. ``model``: what users call it."""
+    return Networks(build, main, ("tokens",), model, part=build)
+
+
+def policy_networks(source: DecoderSource, temperature: float, lines: Lines = WHOLE) -> dict[str, nn.Module]:
+    return {"policy": TextPolicy(source.build(lines), temperature)}
+
+
+def critic_networks(source: DecoderSource, lines: Lines = WHOLE) -> dict[str, nn.Module]:
+    return {"value": TextCritic(source.build(lines))}
 
 
 def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
@@ -158,14 +179,14 @@ def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> d
     return {"reward": TextReward(decoder, score).to(device)}
 
 
-def trained_reward(source: DecoderSource) -> dict[str, nn.Module]:
+def trained_reward(source: DecoderSource, lines: Lines = WHOLE) -> dict[str, nn.Module]:
     """A reward model that goes on from a reward model, or starts from a language model with a fresh head."""
     if source.device.type == "meta":
-        decoder, score = replace(source, spec=replace(source.spec, tied=True)).build(), None
+        decoder, score = replace(source, spec=replace(source.spec, tied=True)).build(lines), None
     elif source.folder is not None:
-        decoder, score = load_reward(source.folder, source.dtype)
+        decoder, score = load_reward(source.folder, source.dtype, part_at(source.spec, lines))
     else:
-        decoder, score = source.build(), None
+        decoder, score = source.build(lines), None
     decoder = decoder.to(source.device, source.dtype)
     decoder.activation_checkpointing = source.activation_checkpointing
     head = fresh_score(decoder, torch_generator(source.seed, "init", 1)) if score is None else score

@@ -17,6 +17,7 @@ from hybridflow.build_model import (
     export_model,
     policy_networks,
     source_like_actor,
+    text_networks,
     trained_reward,
 )
 from hybridflow.config import RunConfig
@@ -28,7 +29,7 @@ from hybridflow.data.prompts import DataConfig
 from hybridflow.hooks import Evaluation
 from hybridflow.ops.preference import calibration, row_log_ratios
 from hybridflow.telemetry.result import wilson_interval
-from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.learner import Learner
 from hybridflow.workers.scorer import ModelScorer
 
 __all__ = ["PairParts"]
@@ -79,9 +80,9 @@ class PairParts:
     def actor(self) -> Any:
         """What is trained: a reward model or a policy."""
         if self.scores:
-            networks = Networks(partial(trained_reward, self.decoder), "reward", ("tokens",), self.decoder.name)
+            networks = text_networks(partial(trained_reward, self.decoder), "reward", self.decoder.name)
         else:
-            networks = Networks(partial(policy_networks, self.decoder, 1.0), "policy", ("tokens",), self.decoder.name)
+            networks = text_networks(partial(policy_networks, self.decoder, 1.0), "policy", self.decoder.name)
         return self.runtime.role(
             Role("actor", Learner, {"networks": networks, **self.config.learner_args(self.config.actor)})
         )
@@ -90,7 +91,7 @@ class PairParts:
     def reference(self) -> Any:
         """The first policy, frozen."""
         source = source_like_actor(self.config.reference, self.config, self.decoder, self.tokenizer.vocab_size)
-        networks = Networks(partial(policy_networks, source, 1.0), "policy", ("tokens",), source.name)
+        networks = text_networks(partial(policy_networks, source, 1.0), "policy", source.name)
         args = {"networks": networks, "token_budget": self.config.train.token_budget, "sampled": False}
         return self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"}))
 

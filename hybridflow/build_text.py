@@ -20,6 +20,7 @@ from hybridflow.build_model import (
     reward_folder,
     reward_networks,
     source_like_actor,
+    text_networks,
 )
 from hybridflow.config import ModelConfig, RunConfig
 from hybridflow.controller.actor import LinkedActor
@@ -116,9 +117,7 @@ class TextParts:
     @cached_property
     def actor(self) -> LinkedActor:
         config, params = self.config, self.sampling_params(self.config.generation.temperature)
-        networks = Networks(
-            partial(policy_networks, self.decoder, params.temperature), "policy", ("tokens",), self.decoder.name
-        )
+        networks = text_networks(partial(policy_networks, self.decoder, params.temperature), "policy", self.decoder.name)
         args = {"networks": networks, **config.learner_args(config.actor)}
         learner = Role("actor", Learner, args, replica=partial(Replica, networks))
         args = {
@@ -142,7 +141,7 @@ class TextParts:
 
     def _critic(self, name: str, rename: Mapping[str, str]) -> Any:
         source = self._like_actor(self.config.critic)
-        networks = Networks(partial(critic_networks, source), "value", ("tokens",), source.name)
+        networks = text_networks(partial(critic_networks, source), "value", source.name)
         args = {"networks": networks, **self.config.learner_args(self.config.critic)}
         return self.runtime.role(Role(name, Learner, args, rename))
 
@@ -162,7 +161,7 @@ class TextParts:
 
     def _frozen(self, name: str, source: DecoderSource, writes: str) -> Scorer:
         build = partial(policy_networks, source, self.config.generation.temperature)
-        networks = Networks(build, "policy", ("tokens",), source.name)
+        networks = text_networks(build, "policy", source.name)
         args = {"networks": networks, "token_budget": self.config.train.token_budget}
         return self.runtime.role(Role(name, ModelScorer, args, {"log_probs": writes}))
 

@@ -21,7 +21,7 @@ LAYERS = {
     "data": {"core"},
     "rollout": {"core", "data"},
     "telemetry": {"core"},
-    "controller": {"core"},
+    "controller": {"core", "parallel"},
     "workers": {"core", "ops", "parallel", "models", "generation", "data", "rollout", "controller"},
     "algorithms": {"core", "ops", "rollout"},
     "train": {"core", "rollout", "telemetry"},

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -34,6 +33,7 @@ from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
 from hybridflow.core.roles import MemoryPart, Offloadable, Role, WorkerContext, verb_of
+from hybridflow.parallel.mesh import ProcessMesh
 
 __all__ = ["RAY_INLINES", "Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
 
@@ -163,7 +163,7 @@ class Process:
         self.replicas: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.shelved: dict[str, Offloadable] = {}
-        self.lines: dict[range, Any] = {}
+        self.line_groups: dict[tuple[int, ...], Any] = {}
         self.busy, self.going = "", threading.Event()
         self.going.set()
         self.memory = psutil.Process()
@@ -195,28 +195,17 @@ class Process:
     def add(self, role: Role[Any], mesh: Mesh) -> None:
         """Build the worker of a role. Processes of the pool that the role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
-            reduce = self._reduce(mesh)
+            lines = ProcessMesh(mesh, self.setup.rank, self.setup.patience, self.line_groups)
             if self.setup.rank < mesh.size:
                 self._offload_others(role.name)
-                context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce, going=self.going)
+                reduce = lines.dp.all_reduce if mesh.dp > 1 else None
+                context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce, going=self.going, lines=lines)
                 worker = role.worker(context, **role.args)
                 self.roles[role.name] = role, worker, context
                 if role.name in self.setup.offload:
                     if not isinstance(worker, Offloadable):
                         raise ContractError(f"role {role.name!r}: {type(worker).__name__} has nothing to offload")
                     self.shelved[role.name] = worker
-
-    def _reduce(self, mesh: Mesh) -> Callable[[torch.Tensor], None] | None:
-        """Sums over the data-parallel blocks, that is over the ranks at this one's place (p, t) in each of them."""
-        if mesh.dp == 1:
-            return None
-        places = mesh.pp * mesh.tp
-        for place in range(places):  # all processes make all groups, in one order, as torch demands
-            line = range(place, mesh.size, places)
-            if line not in self.lines:
-                whole = len(line) == self.setup.size
-                self.lines[line] = None if whole else dist.new_group([*line], self.setup.patience)
-        return partial(dist.all_reduce, group=self.lines[range(self.setup.rank % places, mesh.size, places)])
 
     def share(self, learner: str, sampler: str) -> None:
         """Let a sampler read the networks of a learner in this process."""
@@ -241,10 +230,11 @@ class Process:
             worker = self.roles[learner][1]
             return None, (worker.weights(), worker.version)
 
-    def load(self, sampler: str, weights: Any) -> None:
-        """Renew the copy that a sampler reads."""
+    def load(self, sampler: str, *parts: tuple[Mapping[str, Any], int]) -> None:
+        """Renew the copy that a sampler reads, by the ``weights`` of every pipeline stage of its learner."""
         with self._working(f"{sampler}.load"):
-            self.replicas[sampler].load(*weights)
+            whole = {name: array for weights, _ in parts for name, array in weights.items()}
+            self.replicas[sampler].load(whole, parts[0][1])
 
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""

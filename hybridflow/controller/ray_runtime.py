@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from hybridflow.controller.local_runtime import check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
-from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL
+from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
 from hybridflow.controller.ray_group import WorkerGroup, connect, reserve
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
 from hybridflow.core.batch import Batch
@@ -138,10 +138,13 @@ class RayRuntime:
         """Send the learner's weights to the sampler, unless it reads them in place. They don't pass through the driver."""
         if sampler in self._in_place:
             return
-        group = self._group(learner)
-        done, weights = group.processes[0].weights.options(num_returns=2).remote(learner)
-        self._track(done, _Task(learner, f"{learner}.weights", group, 0, _ignore))
-        self._each(sampler, f"{sampler}.load", lambda process: process.load.remote(sampler, weights))
+        group, mesh = self._group(learner), self.mesh(self.roles[learner])
+        block = group.processes[: mesh.size // mesh.dp]
+        asked = [process.weights.options(num_returns=2).remote(learner) for process in block]
+        for rank, (done, _) in enumerate(asked):
+            self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
+        parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
+        self._each(sampler, f"{sampler}.load", lambda process: process.load.remote(sampler, *parts))
 
     def ready(self) -> None:
         """Wait until every role is built; WorkerError names who is missing after ``timeout_s``."""

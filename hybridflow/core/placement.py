@@ -119,12 +119,14 @@ class ResourcePool:
 @dataclass(frozen=True)
 class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
-    weights and optimizer states leave memory while other roles of their pool work."""
+    weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp) of roles whose models
+    are cut over several processes."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
     default: str = "main"
     offload: tuple[str, ...] = ()
+    cuts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -132,5 +134,5 @@ class Placement:
 
     def mesh_of(self, role: str, max_workers: int | None) -> Mesh:
         """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
-        size = self.pool_of(role).size
-        return Mesh(dp=size if max_workers is None else min(size, max_workers))
+        size, (tp, pp) = self.pool_of(role).size, self.cuts.get(role, (1, 1))
+        return Mesh(dp=(size if max_workers is None else min(size, max_workers)) // (tp * pp), tp=tp, pp=pp)

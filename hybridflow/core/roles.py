@@ -147,7 +147,7 @@ class WorkerContext:
     metrics: Metrics = field(default_factory=Metrics)
     mesh: Mesh = field(default_factory=Mesh)
     rank: int = 0
-    reduce: Callable[[Tensor], None] | None = None
+    reduce: Callable[[Tensor], Any] | None = None
     going: Event | None = None
     lines: Any = None
 

@@ -20,8 +20,8 @@ __all__ = ["ALONE", "Line", "ProcessMesh"]
 class Line:
     """The ranks of a mesh that differ in one axis: this is number ``index`` of ``size``.
 
-    ``group`` None is the whole world. A line of one communicates nothing and needs no group. Every rank of the line makes
-    the same calls in the same order. gloo mixes up tensors that don't lie row by row, so all methods take care of that.
+    A line of one communicates nothing and needs no ``group``. Every rank of the line makes the same calls in the same
+    order. gloo mixes up tensors that don't lie row by row, so all methods take care of that.
     ``traffic``: bytes that this rank has sent, by method; a ring is assumed for all_reduce.
     """
 
@@ -103,7 +103,7 @@ class ProcessMesh:
         mesh: Mesh,
         rank: int,
         timeout: timedelta,
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] | None = None,
+        groups: dict[tuple[int, ...], dist.ProcessGroup] | None = None,
     ) -> None:
         self.mesh, self.rank, self._timeout = mesh, rank, timeout
         self._groups = {} if groups is None else groups
@@ -120,8 +120,12 @@ class ProcessMesh:
             if len(ranks) == 1:
                 continue
             if (key := tuple(ranks)) not in self._groups:
-                whole = len(ranks) == dist.get_world_size()
-                self._groups[key] = None if whole else dist.new_group(ranks, self._timeout)
+                self._groups[key] = self._group(ranks)
             if self.rank in ranks:
                 mine = Line(len(ranks), ranks.index(self.rank), self._groups[key])
         return mine
+
+    def _group(self, ranks: list[int]) -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed has started"
+        return world if len(ranks) == world.size() else dist.new_group(ranks, self._timeout)

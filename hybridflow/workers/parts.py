@@ -24,7 +24,7 @@ from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import forward_only, one_f_one_b
 from hybridflow.parallel.shard import Shard
 
-__all__ = ["Cut", "Lines", "run_microbatches"]
+__all__ = ["WHOLE", "Cut", "Lines", "run_microbatches"]
 
 Use = Callable[[int, Batch, Any], Any]
 """(number of the microbatch, its rows, the model's outputs) -> what is wanted of it; in training, its loss"""
@@ -41,12 +41,15 @@ class Lines:
     @staticmethod
     def of(context: WorkerContext) -> Lines:
         lines = context.lines
-        return Lines() if lines is None else Lines(lines.dp, lines.tp, lines.pp)
+        return WHOLE if lines is None else Lines(lines.dp, lines.tp, lines.pp)
 
     @property
     def whole(self) -> bool:
         """Whether every rank holds whole models."""
         return self.tp.size == self.pp.size == 1
+
+
+WHOLE = Lines()
 
 
 def run_microbatches(
