@@ -305,7 +305,7 @@ def everything(folder: Path, rank: int) -> dict[Any, Any]:
     found["lines", "pp"] = [(line.size, line.index) for line in (mesh.dp, mesh.tp, mesh.pp)]
     for tied in (False, True):
         found["stages", tied] = stages(mesh, tied)
-    found["groups"] = [group for group in groups if groups[group] is None]
+    found["groups"] = [group for group in groups if groups[group] is dist.group.WORLD]
     return found
 
 
