@@ -468,7 +468,7 @@ def save_decoder(
     The folder appears complete or not at all. Raises ModelError: ``folder`` is there already or can't be written;
     ResourceError: the disk is full; ContractError: the decoder holds only a part of the model.
     """
-    if decoder.part != Part():
+    if decoder.shards != decoder_shards(decoder.spec):
         raise ContractError(f"{folder}: the decoder holds {decoder.part} of the model; join its full_state first")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: exists already; choose another folder or remove it")
