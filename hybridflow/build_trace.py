@@ -19,8 +19,10 @@ from hybridflow.core.graph import DRIVER, Graph, PoolSize, RoleSize
 from hybridflow.core.placement import ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
+from hybridflow.parallel.mesh import Line
 from hybridflow.rollout.buffer import REPLAYED
 from hybridflow.workers.optimizer import freeze, training_bytes
+from hybridflow.workers.parts import WHOLE, Lines
 
 __all__ = ["trace"]
 
@@ -66,10 +68,10 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
     """What the roles hold and where, into the graph."""
     placed, graph, where = config.placed, runtime.graph, str(config.torch_device)
     for role in runtime.roles.values():
-        size = _role_size(role, runtime, where)
+        size = _role_size(role, runtime, where, placed.cuts.get(role.name, (1, 1)))
         pool, mesh = placed.pool_of(role.name), placed.mesh_of(role.name, role.max_workers)
         learner = runtime.shared.get(role.name, role.name)
-        if placed.pool_of(learner) != pool:
+        if placed.pool_of(learner) != pool or (learner in placed.cuts and learner != role.name):
             copied = _network_bytes(runtime.roles[learner])
             size = replace(size, model=f"a copy of the {learner}'s", copy_of=learner, weight_bytes=copied)
         if size.where == DRIVER and config.runtime.kind == "ray":
@@ -91,7 +93,7 @@ def _pool_size(pool: ResourcePool, roles: Sequence[RoleSize]) -> PoolSize:
     return PoolSize(pool.name, pool.nodes, tuple(role.name for role in there), *sizes)
 
 
-def _role_size(role: Role[Any], runtime: TraceRuntime, where: str) -> RoleSize:
+def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, cut: tuple[int, int]) -> RoleSize:
     worker = role.worker.__name__
     if role.name in runtime.shared:
         place = "own process (vLLM)" if role.args.get("engine") == "vllm" else where
@@ -100,14 +102,37 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str) -> RoleSize:
         return RoleSize(role.name, worker, "own processes", ", ".join(spec.function for spec in role.args["specs"]))
     if "networks" not in role.args:
         return RoleSize(role.name, worker, DRIVER, "")
-    return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args)
+    return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args, cut)
 
 
-def _with_networks(size: RoleSize, args: Mapping[str, Any]) -> RoleSize:
-    built = args["networks"].build()
-    parameters = [parameter for network in built.values() for parameter in network.parameters()]
-    size = replace(
+def _with_networks(size: RoleSize, args: Mapping[str, Any], cut: tuple[int, int]) -> RoleSize:
+    """Parameters are those of the whole model; bytes those of the rank that holds most of it."""
+    whole = _held(args, WHOLE)
+    places = [Lines(tp=Line(cut[0], i), pp=Line(cut[1], j)) for i in range(cut[0]) for j in range(cut[1])]
+    ranks = [_held(args, lines) for lines in places] if cut != (1, 1) else []
+    most = max(ranks, key=lambda held: held.weight_bytes + held.gradient_bytes + held.optimizer_bytes, default=whole)
+    plan = {"minibatches": args["plan"].minibatches, "epochs": args["plan"].epochs} if "plan" in args else {}
+    return replace(
         size,
+        parameters=whole.parameters,
+        trained=whole.trained,
+        dtype=whole.dtype,
+        weight_bytes=most.weight_bytes,
+        gradient_bytes=most.gradient_bytes,
+        optimizer_bytes=most.optimizer_bytes,
+        **plan,
+    )
+
+
+def _held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
+    """What the rank at this place of a mesh holds."""
+    built = args["networks"].at(lines)
+    parameters = [parameter for network in built.values() for parameter in network.parameters()]
+    size = RoleSize(
+        name="",
+        worker="",
+        where="",
+        model="",
         parameters=sum(parameter.numel() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
@@ -115,8 +140,7 @@ def _with_networks(size: RoleSize, args: Mapping[str, Any]) -> RoleSize:
     if "optimizer" not in args:
         return size
     main = built[args["networks"].main]
-    freeze(main, args["optimizer"].freeze)
+    freeze(main, args["optimizer"].freeze, lines.whole)
     trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
     gradients, optimizer = training_bytes(main)
-    plan = {"minibatches": args["plan"].minibatches, "epochs": args["plan"].epochs}
-    return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer, **plan)
+    return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -68,6 +69,15 @@ class FreshModel(Config):
         return self
 
 
+class MeshConfig(Config):
+    """How one model is cut over worker processes; the rest of its pool is data-parallel."""
+
+    tp: int = Field(1, ge=1)
+    """tensor parallelism: so many processes hold a slice of every weight"""
+    pp: int = Field(1, ge=1)
+    """pipeline parallelism: so many processes hold some of the layers"""
+
+
 class ModelConfig(Config):
     """Keys of ``[reference]`` and ``[teacher]``, and the first of ``[actor]`` and ``[critic]``."""
 
@@ -75,6 +85,7 @@ class ModelConfig(Config):
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
     dtype: Literal["float32", "bfloat16"] | None = None
     """of weights and activations; left out, the actor's, whose own is float32; the optimizer keeps float32 masters"""
+    mesh: MeshConfig = MeshConfig()
 
 
 class TrainedConfig(ModelConfig):
@@ -266,10 +277,18 @@ class RunConfig(Config):
         return [name for name in self.roles() if name in own]
 
     @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """(tp, pp) of the roles whose models are cut."""
+        sections = {"actor": self.actor, "critic": self.critic, "cost_critic": self.critic}
+        sections |= {"reference": self.reference, "teacher": self.teacher}  # type: ignore[dict-item]
+        meshes = {name: (sections[name].mesh.tp, sections[name].mesh.pp) for name in self.models if name in sections}
+        return {name: mesh for name, mesh in meshes.items() if mesh != (1, 1)}
+
+    @property
     def placed(self) -> Placement:
         """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
         if self.runtime.kind == "ray":
-            return self.placement.placement(self.roles())
+            return replace(self.placement.placement(self.roles()), cuts=self.cuts)
         return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
 
     @property
@@ -356,10 +375,25 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _placement_conflicts(config: RunConfig) -> Iterator[str]:
+    for name in config.cuts:
+        if config.environment is not None:
+            yield f"{name}.mesh: networks for environments can't be cut; remove it, the pool is data-parallel"
+        elif config.runtime.kind == "local":
+            yield f'{name}.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools'
     if config.runtime.kind == "ray":
-        yield from config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots)
+        problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
+        yield from problems or _cut_conflicts(config)
     elif "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
+
+
+def _cut_conflicts(config: RunConfig) -> Iterator[str]:
+    """A pool holds a whole number of models."""
+    for name, (tp, pp) in config.cuts.items():
+        pool = config.placed.pool_of(name)
+        if pool.size % (tp * pp):
+            found = f"tp {tp} x pp {pp} = {tp * pp} processes hold one model"
+            yield f"{name}.mesh: {found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {tp * pp}"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

