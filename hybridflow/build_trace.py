@@ -16,13 +16,14 @@ from hybridflow.config import RunConfig
 from hybridflow.controller.trace_runtime import TraceRuntime, Workload
 from hybridflow.core.batch import Batch
 from hybridflow.core.graph import DRIVER, Graph, PoolSize, RoleSize
-from hybridflow.core.placement import ResourcePool
+from hybridflow.core.placement import Mesh, ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
 from hybridflow.rollout.buffer import REPLAYED
 from hybridflow.workers.optimizer import freeze, training_bytes
-from hybridflow.workers.parts import WHOLE, Lines
+from hybridflow.workers.parts import Lines
+from hybridflow.workers.zero import sharded_bytes
 
 __all__ = ["trace"]
 
@@ -68,8 +69,8 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
     """What the roles hold and where, into the graph."""
     placed, graph, where = config.placed, runtime.graph, str(config.torch_device)
     for role in runtime.roles.values():
-        size = _role_size(role, runtime, where, placed.cuts.get(role.name, (1, 1)))
         pool, mesh = placed.pool_of(role.name), placed.mesh_of(role.name, role.max_workers)
+        size = _role_size(role, runtime, where, mesh)
         learner = runtime.shared.get(role.name, role.name)
         if placed.pool_of(learner) != pool or (learner in placed.cuts and learner != role.name):
             copied = _network_bytes(runtime.roles[learner])
@@ -93,7 +94,7 @@ def _pool_size(pool: ResourcePool, roles: Sequence[RoleSize]) -> PoolSize:
     return PoolSize(pool.name, pool.nodes, tuple(role.name for role in there), *sizes)
 
 
-def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, cut: tuple[int, int]) -> RoleSize:
+def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, mesh: Mesh) -> RoleSize:
     worker = role.worker.__name__
     if role.name in runtime.shared:
         place = "own process (vLLM)" if role.args.get("engine") == "vllm" else where
@@ -102,14 +103,15 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, cut: tuple[in
         return RoleSize(role.name, worker, "own processes", ", ".join(spec.function for spec in role.args["specs"]))
     if "networks" not in role.args:
         return RoleSize(role.name, worker, DRIVER, "")
-    return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args, cut)
+    return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args, mesh)
 
 
-def _with_networks(size: RoleSize, args: Mapping[str, Any], cut: tuple[int, int]) -> RoleSize:
+def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleSize:
     """Parameters are those of the whole model; bytes those of the rank that holds most of it."""
-    whole = _held(args, WHOLE)
-    places = [Lines(tp=Line(cut[0], i), pp=Line(cut[1], j)) for i in range(cut[0]) for j in range(cut[1])]
-    ranks = [_held(args, lines) for lines in places] if cut != (1, 1) else []
+    dp = Line(mesh.dp)
+    whole = _held(args, Lines(dp))
+    places = [Lines(dp, Line(mesh.tp, i), Line(mesh.pp, j)) for i in range(mesh.tp) for j in range(mesh.pp)]
+    ranks = [_held(args, lines) for lines in places] if len(places) > 1 else []
     most = max(ranks, key=lambda held: held.weight_bytes + held.gradient_bytes + held.optimizer_bytes, default=whole)
     plan = {"minibatches": args["plan"].minibatches, "epochs": args["plan"].epochs} if "plan" in args else {}
     return replace(
@@ -143,4 +145,6 @@ def _held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     freeze(main, args["optimizer"].freeze, lines.whole)
     trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
     gradients, optimizer = training_bytes(main)
+    if args["shard"] == "zero1":
+        optimizer = sharded_bytes(main, lines.dp.size)
     return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)

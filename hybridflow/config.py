@@ -37,6 +37,7 @@ from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
 from hybridflow.workers.env_sampler import ExplorationConfig
 from hybridflow.workers.learner import UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.zero import ShardMode
 
 __all__ = ["RunConfig", "load_config", "resolved", "validate"]
 
@@ -78,6 +79,13 @@ class MeshConfig(Config):
     """pipeline parallelism: so many processes hold some of the layers"""
 
 
+class TrainedMeshConfig(MeshConfig):
+    """Keys of ``[actor.mesh]`` and ``[critic.mesh]``."""
+
+    shard: ShardMode = "none"
+    """zero1: data-parallel processes share optimizer states and float32 masters out, instead of holding all of them each"""
+
+
 class ModelConfig(Config):
     """Keys of ``[reference]`` and ``[teacher]``, and the first of ``[actor]`` and ``[critic]``."""
 
@@ -91,6 +99,7 @@ class ModelConfig(Config):
 class TrainedConfig(ModelConfig):
     """Keys of ``[critic]``, and more of ``[actor]``."""
 
+    mesh: TrainedMeshConfig = TrainedMeshConfig()
     net: NetConfig = NetConfig()
     """for environments: the network"""
     activation_checkpointing: bool = False
@@ -311,6 +320,7 @@ class RunConfig(Config):
             "plan": UpdatePlan(train.minibatches, train.epochs, train.token_budget),
             "total_steps": train.steps * train.updates_per_step * train.minibatches * train.epochs,
             "seed": self.seed,
+            "shard": model.mesh.shard,
         }
 
 

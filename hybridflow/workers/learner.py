@@ -7,7 +7,7 @@
       └─ minibatch: one optimizer step, ONE normaliser counted before it is split
            └─ data-parallel blocks: each pulls the values of its own units alone
                 └─ microbatches by token budget: forward, loss terms / normaliser, backward; gradients add up
-           gradients add up over the blocks, in one flat sum; every rank takes the same step
+           gradients add up over the blocks, in one flat sum; every rank takes the same step, or its share of it (zero.py)
 
 so neither the loss nor the gradient depends on how a minibatch is split. Every rank deals alike without a word to the
 others. They meet in every minibatch's sum of gradients, to which a block without units adds zeros, after the first one in
@@ -39,6 +39,7 @@ from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Cut, Lines, run_microbatches
 from hybridflow.workers.units import Pulled, Units
+from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
 __all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "all_tensors", "as_array", "tensors"]
 
@@ -83,7 +84,8 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Learner(Shelved):
-    """Owns networks and the optimizer of the main one. ``version`` counts updates."""
+    """Owns networks and the optimizer of the main one. ``version`` counts updates. ``shard``: "zero1" shares the optimizer
+    out over the data-parallel ranks."""
 
     def __init__(
         self,
@@ -94,13 +96,17 @@ class Learner(Shelved):
         plan: UpdatePlan,
         total_steps: int,
         seed: int,
+        shard: ShardMode = "none",
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
         self.lines, self._recipe = Lines.of(context), networks
         self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
-        self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
+        if shard == "zero1" and self.lines.dp.size > 1:
+            self.optimizer: Optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
+        else:
+            self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
         weights = Shelf(lambda: all_tensors(*self.networks.values()))
         self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
 
@@ -162,9 +168,7 @@ class Learner(Shelved):
 
         read = (lambda _: self.networks) if loss.on == "networks" else None
         run_microbatches(self.model, (m.batch() for m in micros), terms, self.lines.pp, train=True, read=read)
-        if self.context.mesh.dp > 1:
-            self.optimizer.sum_gradients(self.context.sum)
-        self.optimizer.sum_parts()
+        self.optimizer.reduce_gradients(self.context.sum if self.context.mesh.dp > 1 else None)
         self._step(loss, samples[whole.rows.values])
         return drift
 

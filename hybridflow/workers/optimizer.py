@@ -15,7 +15,7 @@ from hybridflow.models.decoder import sum_tied
 from hybridflow.parallel.tensor import gradient_norm, sum_shared
 from hybridflow.workers.parts import Cut
 
-__all__ = ["Optimizer", "OptimizerConfig", "freeze", "learning_rate_scale", "training_bytes"]
+__all__ = ["MOMENTS", "Optimizer", "OptimizerConfig", "freeze", "learning_rate_scale", "sum_in_fp32", "training_bytes"]
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,15 +65,31 @@ class Optimizer:
         self.config, self.total_steps, self.steps, self.cut = config, total_steps, 0, cut
         freeze(module, config.freeze, whole=cut is None)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.masters = {name: _master(parameter) for name, parameter in self.parameters.items()}
-        decayed = [master for master in self.masters.values() if master.dim() >= 2]
-        others = [master for master in self.masters.values() if master.dim() < 2]
+        self.masters = self._make_masters()
+        decayed = [master for name, master in self.masters.items() if self.parameters[name].dim() >= 2]
+        others = [master for name, master in self.masters.items() if self.parameters[name].dim() < 2]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         betas = (config.beta1, config.beta2)
         self.adamw = torch.optim.AdamW(groups, config.lr, betas, config.eps, config.weight_decay, fused=True)
 
+    def _make_masters(self) -> dict[str, Tensor]:
+        masters: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            masters[name] = parameter
+            if parameter.dtype != torch.float32:
+                masters[name] = parameter.detach().float()
+                sum_in_fp32(parameter, masters[name])
+        return masters
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
+
+    def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
+        """Make the gradients those of the whole minibatch. ``over_ranks`` sums a tensor over the data-parallel blocks, None
+        where there is one."""
+        if over_ranks is not None:
+            self.sum_gradients(over_ranks)
+        self.sum_parts()
 
     def sum_gradients(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Replace every gradient by its sum ``over_ranks``, which is called once, with all of them in a flat fp32 tensor.
@@ -111,9 +127,12 @@ class Optimizer:
             return float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
         gradients, lines = self._gradients(), self.cut.lines
         norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
+        self._scale_down(gradients, norm)
+        return norm
+
+    def _scale_down(self, gradients: Mapping[str, Tensor], norm: float) -> None:
         if norm > self.config.max_grad_norm:
             torch._foreach_mul_(list(gradients.values()), self.config.max_grad_norm / (norm + 1e-6))
-        return norm
 
     def step(self) -> None:
         """Apply the gradients."""
@@ -125,29 +144,35 @@ class Optimizer:
 
     def _round(self) -> None:
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if parameter is not self.masters[name]:
-                    parameter.copy_(self.masters[name])
+            for name, master in self._copies().items():
+                self.parameters[name].copy_(master)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The masters that are not the weights themselves."""
+        return {name: m for name, m in self.masters.items() if self.parameters[name].dtype != torch.float32}
 
     def tensors(self) -> Iterator[Tensor]:
         """AdamW's moments, and the masters that are not the weights themselves."""
-        yield from (master for name, master in self.masters.items() if master is not self.parameters[name])
+        yield from self._copies().values()
         for master in self.masters.values():
             yield from self.adamw.state.get(master, {}).values()
 
     def state_dict(self) -> dict[str, Any]:
         """Step count, AdamW's moments and the masters that are not the weights themselves, all full, by parameter."""
-        masters = {name: m for name, m in self.masters.items() if m is not self.parameters[name]}
         state = {name: self.adamw.state[master] for name, master in self.masters.items() if master in self.adamw.state}
-        moments = {key: {name: kept[key] for name, kept in state.items()} for key in MOMENTS}
+        return self._saved(
+            self._copies(),
+            {name: kept["step"] for name, kept in state.items()},
+            {key: {name: kept[key] for name, kept in state.items()} for key in MOMENTS},
+        )
+
+    def _saved(
+        self, masters: dict[str, Tensor], counts: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]
+    ) -> dict[str, Any]:
+        """What is saved of states of this rank's parameters."""
         if self.cut is not None:
             masters, moments = self.cut.full(masters), {key: self.cut.full(kept) for key, kept in moments.items()}
-        return {
-            "steps": self.steps,
-            "masters": masters,
-            "counts": {n: kept["step"] for n, kept in state.items()},
-            **moments,
-        }
+        return {"steps": self.steps, "masters": masters, "counts": counts, **moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; the weights themselves must have been loaded before. Entries of other stages' parameters are left."""
@@ -195,15 +220,12 @@ def _flat_gradient(master: Tensor) -> Tensor:
     return torch.zeros_like(master).flatten() if master.grad is None else master.grad.flatten()
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype == torch.float32:
-        return parameter
-    master = parameter.detach().float()
+def sum_in_fp32(parameter: nn.Parameter, holder: Any) -> None:
+    """Whenever autograd has a gradient of ``parameter``, add it to ``holder.grad``, in fp32, and drop it."""
 
     def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+        holder.grad = parameter.grad.float() if holder.grad is None else holder.grad.add_(parameter.grad)
         parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
-    return master

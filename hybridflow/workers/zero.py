@@ -1,0 +1,196 @@
+"""ZeRO-1 (Rajbhandari et al. 2020): the ranks of a data-parallel line share optimizer states and fp32 masters out.
+
+The trained parameters that a rank holds, one behind the other, are a row of numbers. Each rank of the line owns an equal
+part of it, wherever the cuts fall, and AdamW moves what it owns alone:
+
+    gradients of this block's rows   [ embed | qkv | norm | ... ]   summed over tp and pp where those share parameters
+    reduce-scatter                   [ rank 0 | rank 1 | rank 2 ]   each has the sums of its own part, in fp32
+    norm, AdamW                      own part: masters, both moments
+    all-gather of the weights        [ embed | qkv | norm | ... ]   in their own dtype
+
+AdamW works number by number, so every step is that of the optimizer that isn't sharded. A rank holds 1/size of 8 bytes for
+each weight (12 with a master), and sends (size - 1)/size of the gradients and of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.parallel.shard import Shard, cuts
+from hybridflow.parallel.tensor import gradient_norm
+from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, sum_in_fp32
+from hybridflow.workers.parts import Cut, Lines
+
+__all__ = ["ShardMode", "ShardedOptimizer", "sharded_bytes", "share_out"]
+
+ShardMode = Literal["none", "zero1"]
+
+Share = dict[str, range]
+"""Which numbers a rank owns, row by row, of some parameters."""
+
+
+def share_out(sizes: Mapping[str, int], ranks: int) -> list[Share]:
+    """The share of each rank in parameters of so many numbers: an equal part of all of them, in their order."""
+    shares: list[Share] = [{} for _ in range(ranks)]
+    for share, part in zip(shares, cuts(sum(sizes.values()), ranks), strict=True):
+        start = 0
+        for name, size in sizes.items():
+            if run := range(max(part.start - start, 0), min(part.stop - start, size)):
+                share[name] = run
+            start += size
+    return shares
+
+
+def sharded_bytes(module: nn.Module, ranks: int) -> int:
+    """The most that one of the ranks holds of the optimizer of the trained parameters of ``module``: see
+    ``training_bytes``."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    each = {name: 8 if parameter.dtype == torch.float32 else 12 for name, parameter in trained.items()}
+    shares = share_out({name: parameter.numel() for name, parameter in trained.items()}, ranks)
+    return max(sum(each[name] * len(run) for name, run in share.items()) for share in shares)
+
+
+@dataclass
+class _Sum:
+    """Where the gradients of all microbatches of a weight that isn't fp32 add up."""
+
+    grad: Tensor | None = None
+
+
+class ShardedOptimizer(Optimizer):
+    """An ``Optimizer`` of which every rank of ``lines.dp`` holds a share. All of them call its methods together.
+
+    ``masters`` are the pieces [n] of parameters that this rank owns: views of fp32 weights, and copies of others.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None, lines: Lines) -> None:
+        self.lines = lines
+        super().__init__(module, config, total_steps, cut)
+        self._owned = {
+            name: _all_of(len(run)) if cut is None else owned_of(cut.shards[name], run) for name, run in self.share.items()
+        }
+
+    def _make_masters(self) -> dict[str, Tensor]:
+        self.shares = share_out(
+            {name: parameter.numel() for name, parameter in self.parameters.items()}, self.lines.dp.size
+        )
+        self.share = self.shares[self.lines.dp.index]
+        self._sums: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            self._sums[name] = parameter
+            if parameter.dtype != torch.float32:
+                self._sums[name] = _Sum()
+                sum_in_fp32(parameter, self._sums[name])
+        return {name: self._weights(name).float() for name in self.share}
+
+    def _weights(self, name: str) -> Tensor:
+        """The piece of a parameter that this rank owns, in place."""
+        return _piece(self.parameters[name].detach().view(-1), self.share[name])
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for holder in self._sums.values():
+            holder.grad = None
+
+    def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
+        """Give the masters the gradients of the whole minibatch, in one reduce-scatter, and drop those of the parameters.
+
+        Sums over tp and pp come before, as there the same parameters lie in other ranks' shares. The part of each rank
+        begins with whether its pieces have a gradient at all; see ``sum_gradients``.
+        """
+        self.sum_parts()
+        flat = torch.cat([x for share in self.shares for x in self._summands(share)])
+        self.zero_grad()
+        sums = self.lines.dp.reduce_scatter(flat, [len(share) + sum(map(len, share.values())) for share in self.shares])
+        there, *pieces = torch.split(sums, [len(self.share), *map(len, self.share.values())])
+        for master, piece, count in zip(self.masters.values(), pieces, there.tolist(), strict=True):
+            master.grad = piece if count else None
+
+    def _summands(self, share: Share) -> list[Tensor]:
+        """What this rank adds to the sums of the rank with this share."""
+        gradients, anchor = self._gradients(), next(iter(self.parameters.values()))
+        there = torch.tensor([float(name in gradients) for name in share], device=anchor.device)
+        none = there.new_zeros(1)
+        return [there] + [
+            _piece(gradients[name].reshape(-1), run) if name in gradients else none.expand(len(run))
+            for name, run in share.items()
+        ]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of this rank's block, before they are reduced."""
+        return {name: holder.grad for name, holder in self._sums.items() if holder.grad is not None}
+
+    def clip(self) -> float:
+        gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        lines = self.lines
+        norm = float(gradient_norm(gradients, self._owned, (lines.dp, lines.tp, lines.pp)))
+        self._scale_down(gradients, norm)
+        return norm
+
+    def _round(self) -> None:
+        with torch.no_grad():
+            for name, master in self._copies().items():
+                self._weights(name).copy_(master)
+            for dtype in sorted({parameter.dtype for parameter in self.parameters.values()}, key=str):
+                names = [name for name, parameter in self.parameters.items() if parameter.dtype == dtype]
+                own = {name: self._weights(name) for name in self.share}
+                for name, full in self._joined(own, names, dtype).items():
+                    self.parameters[name].copy_(full)
+
+    def _joined(self, pieces: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Whole tensors of the parameters ``names``, of the ``pieces`` that each rank owns of them."""
+        shares = [{name: run for name, run in share.items() if name in names} for share in self.shares]
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items() if name in names}
+        empty = next(iter(self.parameters.values())).new_empty(0, dtype=dtype)
+        own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp.index])])
+        row = self.lines.dp.all_gather(own, [sum(map(len, share.values())) for share in shares])
+        parts = torch.split(row, [shape.numel() for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    def _saved(
+        self, masters: dict[str, Tensor], counts: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]
+    ) -> dict[str, Any]:
+        counts = self._all_counts(counts)
+        copied = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
+        masters = self._cloned(masters, copied)
+        return super()._saved(masters, counts, {key: self._cloned(kept, counts) for key, kept in moments.items()})
+
+    def _cloned(self, pieces: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """``_joined``, each in memory of its own, so that a file holds it once."""
+        return {name: full.clone() for name, full in self._joined(pieces, names, torch.float32).items()}
+
+    def _all_counts(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The steps of every parameter that has taken one, from those of this rank's share."""
+        anchor = next(iter(self.parameters.values()))
+        own = torch.tensor([float(counts.get(name, 0)) for name in self.share], device=anchor.device)
+        row = self.lines.dp.all_gather(own, [len(share) for share in self.shares])
+        names = [name for share in self.shares for name in share]
+        return {name: count.clone() for name, count in zip(names, row, strict=True) if count}
+
+    def _own(self, name: str, full: Tensor) -> Tensor:
+        return _piece(super()._own(name, full).reshape(-1), self.share[name])
+
+
+def owned_of(shard: Shard, run: range) -> Shard:
+    """A ``run`` of the numbers of a shard, as a vector of which the rank owns what it owns of the shard."""
+    if all(shard.owned):
+        return _all_of(len(run))
+    assert shard.dim == 0, "what is cut along columns has one owner"
+    width = prod(shard.shape[1:])
+    places = ((range(p.start * width, p.stop * width), own) for _, p, own in shard.places)
+    kept = [(range(max(p.start, run.start), min(p.stop, run.stop)), own) for p, own in places]
+    return Shard((len(run),), 0, tuple(p for p, _ in kept if p), tuple(own for p, own in kept if p))
+
+
+def _all_of(length: int) -> Shard:
+    return Shard((length,), 0, (range(length),), (True,))
+
+
+def _piece(row: Tensor, run: range) -> Tensor:
+    return row[run.start : run.stop]
