@@ -86,7 +86,8 @@ def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: b
         return decoder.num_states(int(batches[number].lengths.sum())), decoder.spec.hidden_size
 
     plan = one_f_one_b(pp.size, len(batches)) if train else forward_only(pp.size, 1, len(batches))
-    wire = Wire(pp.group, pp.index, pp.size, shape_of, decoder.anchor.dtype, decoder.anchor.device)
+    like = decoder.anchor
+    wire = Wire(pp.group, pp.index, pp.size, shape_of, like.dtype, like.device, pp.traffic)
     return run_pipeline(plan, [stage], wire)
 
 
