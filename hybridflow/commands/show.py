@@ -34,6 +34,7 @@ Row = Mapping[str, Any]
 NO_ROLES = {"config", "objective", "greedy", "demonstrations"}  # what else an algorithm's constructor takes
 
 OPTIONAL = {
+    "ray": ("worker processes and clusters", "ray"),
     "gymnasium": ("environments (PPO and DQN on CartPole ...)", "rl"),
     "reasoning_gym": ("tasks reasoning_gym:NAME", "tasks"),
     "pyarrow": (".parquet prompt files", "data"),
