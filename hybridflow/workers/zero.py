@@ -1,7 +1,7 @@
 """ZeRO-1 (Rajbhandari et al. 2020): the ranks of a data-parallel line share optimizer states and fp32 masters out.
 
 The trained parameters that a rank holds, one behind the other, are a row of numbers. Each rank of the line owns an equal
-part of it, wherever the cuts fall, and AdamW moves what it owns alone:
+part of it, whichever parameters the cuts go through, and AdamW moves what it owns alone:
 
     gradients of this block's rows   [ embed | qkv | norm | ... ]   summed over tp and pp where those share parameters
     reduce-scatter                   [ rank 0 | rank 1 | rank 2 ]   each has the sums of its own part, in fp32
@@ -31,20 +31,29 @@ __all__ = ["ShardMode", "ShardedOptimizer", "sharded_bytes", "share_out"]
 
 ShardMode = Literal["none", "zero1"]
 
+# A CPU rounds the last numbers of a tensor, which fill no register, in another way. With cuts at whole registers (64 bytes)
+# they stay the same ones, and so do all steps, bit for bit.
+ALIGNED = 16
+
 Share = dict[str, range]
 """Which numbers a rank owns, row by row, of some parameters."""
 
 
 def share_out(sizes: Mapping[str, int], ranks: int) -> list[Share]:
-    """The share of each rank in parameters of so many numbers: an equal part of all of them, in their order."""
+    """The share of each rank in parameters of so many numbers: an equal part of all of them, in their order, but that
+    within a parameter cuts are at multiples of ``ALIGNED``."""
     shares: list[Share] = [{} for _ in range(ranks)]
     for share, part in zip(shares, cuts(sum(sizes.values()), ranks), strict=True):
         start = 0
         for name, size in sizes.items():
-            if run := range(max(part.start - start, 0), min(part.stop - start, size)):
+            if run := range(_cut(part.start - start, size), _cut(part.stop - start, size)):
                 share[name] = run
             start += size
     return shares
+
+
+def _cut(place: int, size: int) -> int:
+    return size if place >= size else max(place, 0) // ALIGNED * ALIGNED
 
 
 def sharded_bytes(module: nn.Module, ranks: int) -> int:
