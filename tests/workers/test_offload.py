@@ -194,7 +194,7 @@ from hybridflow.workers.learner import Learner, Networks, UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
 
 def peak():
-    """Of this program alone: ru_maxrss would be at least that of the process that started it."""
+    # Of this program alone: ru_maxrss would be at least that of the process that started it.
     [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024 / 1e6
 def rss():
