@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig
 from hybridflow.core.errors import DataError, ModelError, UserError
@@ -68,13 +68,26 @@ class DecoderSource:
     def build(self, lines: Lines = WHOLE) -> Decoder:
         """The decoder, or what the rank at this place of a mesh holds of it."""
         part = part_at(self.spec, lines)
+        if self.folder is None or self.device.type == "meta":
+            return self._ready(self._new(self.spec, part))
+        return self._ready(load_decoder(self.folder, self.dtype, part))
+
+    def body(self, lines: Lines = WHOLE) -> tuple[Decoder, Tensor | None]:
+        """The decoder without language head, and the head of scores [1, D] of a reward model."""
+        spec, part = replace(self.spec, tied=True), replace(part_at(self.spec, lines), head=False)
+        if self.folder is None or self.device.type == "meta":
+            return self._ready(self._new(spec, part)), None
+        decoder, score = load_reward(self.folder, self.dtype, part)
+        return self._ready(decoder), score
+
+    def _new(self, spec: DecoderSpec, part: Part) -> Decoder:
         if self.device.type == "meta":
-            return decoder_sizes(self.spec, self.dtype, part)
-        if self.folder is not None:
-            decoder = load_decoder(self.folder, self.dtype, part)
-        else:
-            decoder = empty_decoder(self.spec, torch.float32, part)
-            init_weights(decoder, torch_generator(self.seed, "init"))
+            return decoder_sizes(spec, self.dtype, part)
+        decoder = empty_decoder(spec, torch.float32, part)
+        init_weights(decoder, torch_generator(self.seed, "init"))
+        return decoder
+
+    def _ready(self, decoder: Decoder) -> Decoder:
         decoder = decoder.to(self.device, self.dtype)
         decoder.activation_checkpointing = self.activation_checkpointing
         return decoder
@@ -166,7 +179,7 @@ def policy_networks(source: DecoderSource, temperature: float, lines: Lines = WH
 
 
 def critic_networks(source: DecoderSource, lines: Lines = WHOLE) -> dict[str, nn.Module]:
-    return {"value": TextCritic(source.build(lines))}
+    return {"value": TextCritic(source.body(lines)[0])}
 
 
 def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
@@ -181,16 +194,10 @@ def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> d
 
 def trained_reward(source: DecoderSource, lines: Lines = WHOLE) -> dict[str, nn.Module]:
     """A reward model that goes on from a reward model, or starts from a language model with a fresh head."""
-    if source.device.type == "meta":
-        decoder, score = replace(source, spec=replace(source.spec, tied=True)).build(lines), None
-    elif source.folder is not None:
-        decoder, score = load_reward(source.folder, source.dtype, part_at(source.spec, lines))
-    else:
-        decoder, score = source.build(lines), None
-    decoder = decoder.to(source.device, source.dtype)
-    decoder.activation_checkpointing = source.activation_checkpointing
-    head = fresh_score(decoder, torch_generator(source.seed, "init", 1)) if score is None else score
-    return {"reward": TextReward(decoder, head)}
+    decoder, score = source.body(lines)
+    if score is None:
+        score = fresh_score(decoder, torch_generator(source.seed, "init", 1))
+    return {"reward": TextReward(decoder, score)}
 
 
 def export_model(learner: Any, source: DecoderSource, tokenizer: Tokenizer, folder: Path) -> None:

@@ -34,6 +34,7 @@ from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, 
 from hybridflow.core.seeding import generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
+from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
@@ -241,9 +242,16 @@ class Learner(Shelved):
 
     @control
     def num_parameters(self) -> tuple[int, int]:
-        """(all, trained) of the main network."""
-        sizes = [(p.numel(), p.numel() * p.requires_grad) for p in self.model.parameters()]
-        return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)
+        """(all, trained) of the main network, whole."""
+        sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for name, parameter in self.model.named_parameters():
+            pieces = [parameter] if self.cut is None else owned_pieces(parameter, self.cut.shards[name])
+            size = sum(piece.numel() for piece in pieces)
+            sizes += sizes.new_tensor([size, size * parameter.requires_grad])
+        for line in (self.lines.tp, self.lines.pp):
+            line.all_reduce(sizes)
+        total, trained = sizes.tolist()
+        return total, trained
 
     @control
     def export(self, save: Callable[[Any], None]) -> None:

@@ -1,0 +1,506 @@
+"""Learners and scorers that are cut over a mesh compute what one process computes.
+
+One group of eight processes goes through all meshes; every test looks at a part of what it brought back.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parent / "workers"))  # as pytest does for the tests there
+
+from ranks import TIMEOUT, in_processes
+
+from hybridflow.build_model import DecoderSource, critic_networks, policy_networks, text_networks, trained_reward
+from hybridflow.controller.protocols import THREE_D, THREE_D_PP_ONLY
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.columns import take
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.placement import Mesh
+from hybridflow.core.roles import Fn, Loss, WorkerContext, columns
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import load_decoder, load_reward, save_decoder
+from hybridflow.ops.losses import cross_entropy, ppo_clip, value_loss
+from hybridflow.ops.preference import dpo, pairwise
+from hybridflow.parallel.mesh import ProcessMesh
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.parts import Lines
+from hybridflow.workers.replica import Replica
+from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
+
+WORLD = 8
+MESHES = {
+    f"{dp}x{tp}x{pp}": Mesh(dp=dp, tp=tp, pp=pp)
+    for dp, tp, pp in [
+        (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 4, 1), (1, 1, 4), (4, 1, 2), (4, 1, 1)
+    ]
+}  # fmt: skip
+SPECS = {
+    "llama": DecoderSpec("llama", 31, 16, 26, 4, 4, 2, 4, 64),
+    "qwen2": DecoderSpec("qwen2", 33, 16, 22, 4, 4, 4, 4, 64, tied=False, qkv_bias=True),
+    "qwen3": DecoderSpec("qwen3", 30, 18, 23, 4, 4, 2, 6, 64, qk_norm=True),
+    "odd": DecoderSpec("llama", 29, 20, 21, 5, 6, 3, 4, 64),
+}
+PPO = ppo_clip.bind(clip=0.2, entropy_coef=0.05, kl_coef=0.1)
+
+
+@columns(reads=(), writes=("td_errors",))
+def marked(outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Loss:
+    """Cross-entropy that writes down what it saw of every step."""
+    terms = -outputs["log_probs"]
+    return Loss(terms, {}, {"td_errors": terms.detach()})
+
+
+def batch(num_rows: int, vocab_size: int) -> Batch:
+    """Pairs of rows of uneven lengths, with everything that any loss reads."""
+    rng = np.random.default_rng(5)
+    prompts, responses = rng.integers(1, 6, num_rows), rng.integers(1, 9, num_rows)
+    lengths, total = prompts + responses, int((prompts + responses).sum())
+    mask = np.concatenate([np.arange(n) >= p for p, n in zip(prompts, lengths, strict=True)])
+
+    def normal(mean: float, deviation: float) -> Ragged:
+        return Ragged(np.where(mask, rng.normal(mean, deviation, total), 0).astype(np.float32), lengths)
+
+    return Batch(
+        {
+            "sample_id": np.arange(num_rows),
+            "tokens": Ragged(rng.integers(0, vocab_size, total), lengths),
+            "response_mask": Ragged(mask, lengths),
+            "log_probs": normal(-3.4, 0.2),
+            "ref_log_probs": normal(-3.4, 0.2),
+            "advantages": normal(0, 1),
+            "returns": normal(0, 1),
+            "values": normal(0, 1),
+            "group_id": np.arange(num_rows) // 2,
+            "preferred": np.arange(num_rows) % 2 == 0,
+        }
+    )
+
+
+class Case(NamedTuple):
+    """What is trained, on what, and how."""
+
+    spec: str
+    loss: Fn
+    rows: int = 5
+    token_budget: int = 20
+    sgd: bool = True
+    minibatches: int = 2
+    dtype: torch.dtype = torch.float32
+    freeze: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> Batch:
+        return batch(self.rows, SPECS[self.spec].vocab_size)
+
+    @property
+    def networks(self) -> Networks:
+        source = DecoderSource("a model", SPECS[self.spec], None, self.dtype, torch.device("cpu"), seed=3)
+        build, main = {
+            "value_loss": (partial(warm_critic, source), "value"),
+            "pairwise": (partial(trained_reward, source), "reward"),
+        }.get(self.loss.name, (partial(policy_networks, source, 0.8), "policy"))
+        return text_networks(build, main, source.name)
+
+    def learner(self, context: WorkerContext) -> Learner:
+        optimizer = OptimizerConfig(lr=0.003, max_grad_norm=0.5, weight_decay=0.01, freeze=self.freeze)
+        plan = UpdatePlan(minibatches=self.minibatches, token_budget=self.token_budget)
+        return Learner(context, networks=self.networks, optimizer=optimizer, plan=plan, total_steps=10, seed=1)
+
+
+def warm_critic(source: DecoderSource, lines: Lines = Lines()) -> dict[str, nn.Module]:  # noqa: B008
+    """A new critic's head is zero, and then no gradient reaches the decoder."""
+    networks = critic_networks(source, lines)
+    if networks["value"].head is not None:
+        networks["value"].head.weight.data.normal_(generator=torch.Generator().manual_seed(2))  # type: ignore[operator, union-attr]
+    return networks
+
+
+CASES = {
+    "llama": Case("llama", PPO),
+    "llama, one microbatch": Case("llama", PPO, token_budget=1000),
+    "qwen2": Case("qwen2", PPO, token_budget=12),
+    "qwen3": Case("qwen3", PPO),
+    "odd": Case("odd", PPO),
+    "value": Case("llama", value_loss.bind(clip=0.2)),
+    "value, untied": Case("qwen2", value_loss.bind()),
+    "dpo": Case("qwen2", dpo.bind(beta=0.3), rows=10, token_budget=30),
+    "reward model": Case("odd", pairwise.bind(), rows=10, token_budget=30),
+    "sft": Case("qwen3", cross_entropy.bind()),
+    "written": Case("odd", marked.bind()),
+    "one row": Case("llama", PPO, rows=1),
+    "frozen embedding": Case("llama", PPO, freeze=("embed*",)),
+    "partly frozen": Case("odd", cross_entropy.bind(), freeze=("layers.[234].qkv.*", "norm*")),
+    "adamw": Case("qwen2", PPO, sgd=False),
+    "bfloat16": Case("llama", PPO, sgd=False, dtype=torch.bfloat16),
+}
+
+
+FEW = ("llama", "qwen2", "odd", "value", "dpo")
+"""The cases of meshes that are combinations of others, and slow: many processes that each wait for all others."""
+CELLS = [(mesh, case) for mesh in MESHES for case in (FEW if mesh in ("2x2x1", "1x2x2", "2x2x2", "1x4x1") else CASES)]
+
+
+class Outcome(NamedTuple):
+    """What a rank has after two updates of two minibatches."""
+
+    metrics: Metrics
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    columns: dict[str, Any]
+
+
+def outcome(case: Case, context: WorkerContext) -> Outcome:
+    one, data = case.learner(context), case.data
+    norms, gradients, clip = list[float](), list[dict[str, Tensor]](), one.optimizer.clip
+
+    def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies = {name: x.detach().clone() for name, x in tensors.items()}
+        return copies if one.cut is None else one.cut.full(copies)
+
+    def record() -> float:
+        gradients.append(full({name: m.grad for name, m in one.optimizer.masters.items() if m.grad is not None}))
+        norms.append(clip())
+        return norms[-1]
+
+    one.optimizer.clip = record  # type: ignore[method-assign]
+    if case.sgd and one.optimizer.masters:
+        one.optimizer.adamw = torch.optim.SGD(list(one.optimizer.masters.values()), 0.05)  # type: ignore[assignment]
+    one.update(data, case.loss)
+    written = one.update(data, case.loss)
+    own = data.rows(THREE_D.distribute(data.lengths, context.mesh)[context.rank])
+    columns = {**written.columns, **VERBS[one.main](one, own).columns, **scored(case, context, own)}
+    return Outcome(context.metrics, norms, gradients, full(dict(one.model.named_parameters())), columns)
+
+
+def scored(case: Case, context: WorkerContext, own: Batch) -> dict[str, Any]:
+    """What a frozen model of the same kind says, if there is such a scorer."""
+    other = replace(context, metrics=Metrics())
+    if case.networks.main == "policy":
+        out = ModelScorer(other, networks=case.networks, token_budget=case.token_budget).score(own)
+    elif case.networks.main == "reward":
+        settings = {"token_budget": case.token_budget, "end_tokens": (1,)}
+        out = RewardModelScorer(other, networks=case.networks, **settings).score(own)  # type: ignore[arg-type]
+    else:
+        return {}
+    context.metrics.merge(other.metrics, "scorer/")
+    return {f"scorer's {name}": column for name, column in out.columns.items()}
+
+
+VERBS: dict[str, Callable[[Learner, Batch], Batch]] = {
+    "policy": lambda one, data: one.compute_log_probs(data),
+    "value": lambda one, data: one.compute_values(data),
+    "reward": lambda one, data: one.compute_scores(data),
+}
+
+
+def context_of(mesh: Mesh, rank: int, lines: ProcessMesh) -> WorkerContext:
+    return WorkerContext(mesh=mesh, rank=rank, reduce=lines.dp.all_reduce if mesh.dp > 1 else None, lines=lines)
+
+
+SAVED = "2x2x2"
+GOES_ON = ("2x2x2", "4x1x1", "1x2x1", "1x1x4")
+KEPT = {
+    "tied": Case("llama", PPO, sgd=False, minibatches=1),
+    "untied, bfloat16": Case("qwen2", PPO, sgd=False, minibatches=1, dtype=torch.bfloat16),
+    "critic, partly frozen": Case("odd", value_loss.bind(), sgd=False, minibatches=1, freeze=("layers.[04].*", "norm*")),
+    "reward model": Case("qwen3", pairwise.bind(), rows=10, sgd=False, minibatches=1),
+}
+
+
+class Kept(NamedTuple):
+    """What a rank has that went on from a checkpoint: its state at once, and the metrics of another update."""
+
+    state: list[dict[str, Any]]
+    metrics: Metrics
+    weights: dict[str, np.ndarray]
+    parameters: tuple[int, int]
+
+
+Results = dict[tuple[str, str], Outcome]
+KeptResults = dict[tuple[str, str], Kept]
+
+
+def went_on(case: Case, context: WorkerContext, state: list[dict[str, Any]], folder: Path | None) -> Kept:
+    one = case.learner(context)
+    one.load_state_dict(state)
+    if folder is not None:
+        one.export(partial(export, folder=folder))
+    loaded = copy.deepcopy(one.state_dict())
+    weights = {name: array.copy() for name, array in one.weights().items()}
+    one.update(case.data, case.loss)
+    return Kept(loaded, context.metrics, weights, one.num_parameters())
+
+
+def export(model: Any, folder: Path) -> None:
+    save_decoder(model.decoder, folder, score=getattr(model, "score", None), pad_token_id=0)
+
+
+def checkpoints(rank: int, lines: Mapping[str, ProcessMesh], folder: Path) -> KeptResults:
+    """Saved on one mesh, after two updates, and gone on from on others."""
+    kept = {}
+    for case, settings in KEPT.items():
+        one = settings.learner(context_of(MESHES[SAVED], rank, lines[SAVED]))
+        one.update(settings.data, settings.loss)
+        one.update(settings.data, settings.loss)
+        states: list[Any] = [None] * WORLD
+        dist.all_gather_object(states, one.state_dict())
+        state = [entry for saver in THREE_D_PP_ONLY.collect(MESHES[SAVED]) for entry in states[saver]]
+        if rank == 0:
+            torch.save(state, folder / f"{case}.pt")
+        for name in GOES_ON:
+            if rank < MESHES[name].size:
+                to = folder / f"{case} {name}" if settings.networks.main != "value" else None
+                kept[name, case] = went_on(settings, context_of(MESHES[name], rank, lines[name]), state, to)
+    return kept
+
+
+def everything(folder: Path, rank: int) -> tuple[Results, KeptResults]:
+    groups: dict[tuple[int, ...], Any] = {}
+    lines = {name: ProcessMesh(mesh, rank, TIMEOUT, groups) for name, mesh in MESHES.items()}
+    results = {
+        (name, case): outcome(CASES[case], context_of(MESHES[name], rank, lines[name]))
+        for name, case in CELLS
+        if rank < MESHES[name].size
+    }
+    return results, checkpoints(rank, lines, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[tuple[Results, KeptResults]]:
+    return in_processes(partial(everything, folder), WORLD, folder)
+
+
+@pytest.fixture(scope="module")
+def results(ranks: list[Any]) -> list[Results]:
+    return [rank[0] for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def kept(ranks: list[Any]) -> list[KeptResults]:
+    return [rank[1] for rank in ranks]
+
+
+@cache
+def alone(case: str) -> Outcome:
+    return outcome(CASES[case], WorkerContext())
+
+
+exact = pytest.mark.parametrize(("mesh", "case"), [cell for cell in CELLS if CASES[cell[1]].sgd])
+each = pytest.mark.parametrize(("mesh", "case"), CELLS)
+
+
+def stages(results: list[Results], mesh: str, case: str) -> list[Outcome]:
+    """Of the first rank of every pipeline stage, whose tensors are full."""
+    return [results[rank][mesh, case] for rank in THREE_D_PP_ONLY.collect(MESHES[mesh])]
+
+
+def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all stages; none is there twice."""
+    names = [name for part in parts for name in part]
+    assert len(names) == len(set(names))
+    return {name: x for part in parts for name, x in part.items()}
+
+
+def measured(results: list[Results], mesh: str, case: str) -> dict[str, float]:
+    """The metrics as the runtime counts them."""
+    metrics = Metrics()
+    for rank in MESHES[mesh].leaders:
+        metrics.merge(results[rank][mesh, case].metrics)
+    return metrics.values()
+
+
+@exact
+def test_gradients_are_those_of_one_process(results: list[Results], mesh: str, case: str) -> None:
+    one, many = alone(case), stages(results, mesh, case)
+    steps = [together(step) for step in zip(*(stage.gradients for stage in many), strict=True)]
+    assert len(steps) == len(one.gradients) > 0
+    for mine, theirs in zip(one.gradients, steps, strict=True):
+        assert mine.keys() == theirs.keys()
+        scale = max(float(g.abs().max()) for g in mine.values())
+        for name, gradient in mine.items():
+            near = 1e-5 * float(gradient.abs().max()) + 1e-6 * scale
+            assert float((theirs[name] - gradient).abs().max()) <= near, name
+    for stage in many:
+        assert stage.norms == pytest.approx(one.norms, rel=1e-5)
+
+
+@exact
+def test_parameters_are_those_of_one_process(results: list[Results], mesh: str, case: str) -> None:
+    one, many = alone(case).parameters, together([stage.parameters for stage in stages(results, mesh, case)])
+    assert one.keys() == many.keys()
+    for name, parameter in one.items():
+        torch.testing.assert_close(many[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+@exact
+def test_metrics_are_those_of_one_process(results: list[Results], mesh: str, case: str) -> None:
+    expected = alone(case).metrics.values()
+    assert measured(results, mesh, case) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert {"loss", "grad_norm", "learning_rate"} <= expected.keys()
+    assert (CASES[case].loss is PPO) == ("effective_samples" in expected)
+
+
+@exact
+def test_columns_are_those_of_one_process(results: list[Results], mesh: str, case: str) -> None:
+    one, data = alone(case).columns, CASES[case].data
+    dealt = THREE_D.distribute(data.lengths, MESHES[mesh])
+    assert sorted(row for rank in MESHES[mesh].leaders for row in dealt[rank].tolist()) == list(range(len(data)))
+    for rank in MESHES[mesh].leaders:
+        columns = results[rank][mesh, case].columns
+        assert columns.keys() == one.keys()
+        for name, column in columns.items():
+            rows = dealt[rank] if name not in CASES[case].loss.writes else np.arange(len(data))
+            expected = take(one[name], rows)
+            assert len(column) == len(expected)
+            near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+            near(*((x.values if isinstance(x, Ragged) else x) for x in (column, expected)))
+
+
+@each
+def test_ranks_with_the_same_layers_stay_equal_bit_for_bit(results: list[Results], mesh: str, case: str) -> None:
+    layout = MESHES[mesh]
+    for rank in range(layout.size):
+        _, stage, _ = layout.coordinates(rank)
+        first, other = (results[r][mesh, case] for r in (stage * layout.tp, rank))
+        assert first.norms == other.norms and first.parameters.keys() == other.parameters.keys()
+        assert all(torch.equal(x, other.parameters[name]) for name, x in first.parameters.items())
+
+
+@pytest.mark.parametrize(("mesh", "case"), [cell for cell in CELLS if not CASES[cell[1]].sgd])
+def test_adamw_and_bfloat16_stay_near(results: list[Results], mesh: str, case: str) -> None:
+    near = 0.05 if case == "bfloat16" else 1e-3
+    one, many = alone(case), stages(results, mesh, case)
+    assert measured(results, mesh, case) == pytest.approx(one.metrics.values(), rel=near, abs=near)
+    for stage in many:
+        assert stage.norms[0] == pytest.approx(one.norms[0], rel=max(1e-5, near / 10))
+        assert stage.norms == pytest.approx(one.norms, rel=near)
+
+
+@pytest.mark.parametrize(("mesh", "case"), [cell for cell in CELLS if CASES[cell[1]].freeze])
+def test_frozen_weights_stay_and_all_others_move(results: list[Results], mesh: str, case: str) -> None:
+    before = dict(CASES[case].learner(WorkerContext()).model.named_parameters())
+    after = together([stage.parameters for stage in stages(results, mesh, case)])
+    moved = {name for name, x in after.items() if not torch.equal(x, before[name])}
+    assert moved == {name for name, x in before.items() if x.requires_grad} < before.keys()
+
+
+each_kept = pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh in GOES_ON for case in KEPT])
+
+
+@cache
+def kept_alone(case: str, folder: Path) -> Kept:
+    to = folder / f"{case} alone" if KEPT[case].networks.main != "value" else None
+    return went_on(KEPT[case], WorkerContext(), saved(case, folder), to)
+
+
+def saved(case: str, folder: Path) -> list[dict[str, Any]]:
+    state: list[dict[str, Any]] = torch.load(folder / f"{case}.pt", weights_only=False)
+    return state
+
+
+def flat(state: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every number of a state by its path; what several stages have is the same in all of them."""
+    out: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                walk(inner, f"{path}/{key}")
+        else:
+            assert torch.equal(torch.as_tensor(out.setdefault(path, value)), torch.as_tensor(value)), path
+
+    for stage in state:
+        walk(stage, "")
+    return out
+
+
+def assert_same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        mine, theirs = torch.as_tensor(value), torch.as_tensor(other[path])
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), path
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_checkpoint_of_a_mesh_is_one_of_one_process(kept: list[KeptResults], folder: Path, case: str) -> None:
+    state = flat(saved(case, folder))
+    assert len(state) > 40
+    assert_same_bits(state, flat(kept_alone(case, folder).state))
+    trained = KEPT[case].learner(WorkerContext())
+    trained.update(KEPT[case].data, KEPT[case].loss)
+    trained.update(KEPT[case].data, KEPT[case].loss)
+    own = flat(trained.state_dict())
+    assert own.keys() == state.keys()
+    near = 0.02 if KEPT[case].dtype == torch.bfloat16 else 2e-3
+    for path, value in own.items():
+        torch.testing.assert_close(torch.as_tensor(state[path]), torch.as_tensor(value), rtol=near, atol=near)
+
+
+@each_kept
+def test_a_checkpoint_is_the_same_on_every_mesh(kept: list[KeptResults], folder: Path, mesh: str, case: str) -> None:
+    stages = [kept[rank][mesh, case] for rank in THREE_D_PP_ONLY.collect(MESHES[mesh])]
+    assert_same_bits(flat(saved(case, folder)), flat([entry for stage in stages for entry in stage.state]))
+
+
+@each_kept
+def test_training_goes_on_from_a_checkpoint_as_in_one_process(
+    kept: list[KeptResults], folder: Path, mesh: str, case: str
+) -> None:
+    metrics = Metrics()
+    for rank in MESHES[mesh].leaders:
+        metrics.merge(kept[rank][mesh, case].metrics)
+    near = 0.02 if KEPT[case].dtype == torch.bfloat16 else 2e-6
+    assert metrics.values() == pytest.approx(kept_alone(case, folder).metrics.values(), rel=5 * near, abs=near)
+
+
+@each_kept
+def test_every_rank_knows_how_many_parameters_there_are(
+    kept: list[KeptResults], folder: Path, mesh: str, case: str
+) -> None:
+    model = KEPT[case].learner(WorkerContext()).model
+    sizes = [(x.numel(), x.numel() * x.requires_grad) for x in model.parameters()]
+    expected = tuple(map(sum, zip(*sizes, strict=True)))
+    assert kept_alone(case, folder).parameters == expected
+    assert all(kept[rank][mesh, case].parameters == expected for rank in range(MESHES[mesh].size))
+
+
+@each_kept
+def test_the_weights_of_all_stages_load_into_a_replica(kept: list[KeptResults], folder: Path, mesh: str, case: str) -> None:
+    parts = [kept[rank][mesh, case].weights for rank in THREE_D_PP_ONLY.collect(MESHES[mesh])]
+    assert sum(map(len, parts)) == len({name for part in parts for name in part})
+    replica = Replica(KEPT[case].networks)
+    replica.load({name: array for part in parts for name, array in part.items()}, version=2)
+    expected = saved(case, folder)
+    for name, parameter in replica.networks[replica.main].named_parameters():
+        (full,) = [stage["networks"][replica.main][name] for stage in expected if name in stage["networks"][replica.main]]
+        assert torch.equal(parameter, full), name
+
+
+@pytest.mark.parametrize("case", [case for case in KEPT if KEPT[case].networks.main != "value"])
+@pytest.mark.parametrize("mesh", GOES_ON)
+def test_any_mesh_exports_the_folder_of_one_process(kept: list[KeptResults], folder: Path, mesh: str, case: str) -> None:
+    kept_alone(case, folder)
+    one, many = ({file.name: file.read_bytes() for file in (folder / f"{case} {how}").iterdir()} for how in ("alone", mesh))
+    assert one == many and {"config.json", "model.safetensors"} <= one.keys()
+    load = load_reward if KEPT[case].networks.main == "reward" else load_decoder
+    assert load(folder / f"{case} {mesh}", KEPT[case].dtype) is not None
