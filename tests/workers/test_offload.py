@@ -234,5 +234,6 @@ def test_memory_falls_and_no_file_is_left(tmp_path: Path) -> None:
     assert all_here - away > 300
     assert 25 < with_weights - away < 100
     assert abs(again - all_here) < 40
-    assert files == [] and os.listdir(tmp_path) == []
+    left = {*files, *os.listdir(tmp_path)}
+    assert not {name for name in left if not name.startswith("torchinductor")}, "torch makes a folder of its own there"
     assert peak < all_here + 120, "moving holds no second copy"
