@@ -86,8 +86,8 @@ class Optimizer:
 
     def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
         """Make the gradients those of the whole minibatch. ``over_ranks`` sums a tensor over the data-parallel blocks, None
-        where there is one."""
-        if over_ranks is not None:
+        where there is one. Nothing may be trained here, on a stage of a pipeline."""
+        if over_ranks is not None and self.masters:
             self.sum_gradients(over_ranks)
         self.sum_parts()
 

@@ -79,7 +79,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None, lines: Lines) -> None:
-        self.lines = lines
+        self.lines, self._anchor = lines, next(module.parameters())
         super().__init__(module, config, total_steps, cut)
         self._owned = {
             name: _all_of(len(run)) if cut is None else owned_of(cut.shards[name], run) for name, run in self.share.items()
@@ -123,8 +123,8 @@ class ShardedOptimizer(Optimizer):
 
     def _summands(self, share: Share) -> list[Tensor]:
         """What this rank adds to the sums of the rank with this share."""
-        gradients, anchor = self._gradients(), next(iter(self.parameters.values()))
-        there = torch.tensor([float(name in gradients) for name in share], device=anchor.device)
+        gradients = self._gradients()
+        there = torch.tensor([float(name in gradients) for name in share], device=self._anchor.device)
         none = there.new_zeros(1)
         return [there] + [
             _piece(gradients[name].reshape(-1), run) if name in gradients else none.expand(len(run))
@@ -156,7 +156,7 @@ class ShardedOptimizer(Optimizer):
         """Whole tensors of the parameters ``names``, of the ``pieces`` that each rank owns of them."""
         shares = [{name: run for name, run in share.items() if name in names} for share in self.shares]
         shapes = {name: parameter.shape for name, parameter in self.parameters.items() if name in names}
-        empty = next(iter(self.parameters.values())).new_empty(0, dtype=dtype)
+        empty = self._anchor.new_empty(0, dtype=dtype)
         own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp.index])])
         row = self.lines.dp.all_gather(own, [sum(map(len, share.values())) for share in shares])
         parts = torch.split(row, [shape.numel() for shape in shapes.values()])
@@ -176,8 +176,7 @@ class ShardedOptimizer(Optimizer):
 
     def _all_counts(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The steps of every parameter that has taken one, from those of this rank's share."""
-        anchor = next(iter(self.parameters.values()))
-        own = torch.tensor([float(counts.get(name, 0)) for name in self.share], device=anchor.device)
+        own = torch.tensor([float(counts.get(name, 0)) for name in self.share], device=self._anchor.device)
         row = self.lines.dp.all_gather(own, [len(share) for share in self.shares])
         names = [name for share in self.shares for name in share]
         return {name: count.clone() for name, count in zip(names, row, strict=True) if count}

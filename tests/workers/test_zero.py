@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 CASES = {
     "fp32": Case(),
-    "bf16": Case(dtype=torch.bfloat16, freeze=("embed*", "layers.0.*", "layers.1.qkv*")),
+    "bf16": Case(dtype=torch.bfloat16, freeze=("embed*", "layers.[01].*")),  # of two stages, all of the first
     "value": Case("value"),  # its head's bias is one number, and nothing else moves in the first step
     "clipped, sgd": Case(max_grad_norm=0.3, sgd=True),
     "sgd": Case(sgd=True),
@@ -318,14 +318,15 @@ def test_bytes_sent_follow_the_formula(results: Results, mesh: str, case: str) -
         shares = share_out(zero.sizes, layout.dp)
         numbers, flags = [sum(map(len, share.values())) for share in shares], [len(share) for share in shares]
         others = [i for i in range(layout.dp) if i != block]
-        assert zero.traffic == {
+        sent = {
             "reduce_scatter": minibatches * 4 * sum(numbers[i] + flags[i] for i in others),
             "all_gather": minibatches * CASES[case].dtype.itemsize * len(others) * numbers[block],
             "all_reduce": minibatches * (2 * 8 * len(others) // layout.dp),  # squares of the norm
         }
+        assert Counter(zero.traffic) == Counter(sent)
         total = sum(numbers)
-        for sent in (sum(numbers[i] for i in others), len(others) * numbers[block]):
-            assert abs(sent - len(others) / layout.dp * total) < 17 * layout.dp
+        for count in (sum(numbers[i] for i in others), len(others) * numbers[block]):
+            assert abs(count - len(others) / layout.dp * total) < 17 * layout.dp
 
 
 @pytest.mark.parametrize("case", ADAMW)
