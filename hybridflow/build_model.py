@@ -17,6 +17,7 @@ from hybridflow.core.errors import DataError, ModelError, UserError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer
 from hybridflow.models.decoder import Decoder, Part, init_weights
+from hybridflow.models.layout import head_cut
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, fresh_score
 from hybridflow.models.sources import resolve
 from hybridflow.models.spec import DecoderSpec
@@ -29,13 +30,16 @@ from hybridflow.models.weights import (
     read_spec,
     save_decoder,
 )
+from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.pipeline_plan import split_layers
 from hybridflow.workers.learner import Networks
+from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
 
 __all__ = [
     "DecoderSource",
     "actor_tokenizer",
+    "check_meshes",
     "critic_networks",
     "decoder_source",
     "export_model",
@@ -167,6 +171,28 @@ def part_at(spec: DecoderSpec, lines: Lines) -> Part:
         raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
     layers = split_layers(spec.num_layers, stages)[lines.pp.index]
     return Part(layers, first=lines.pp.index == 0, last=lines.pp.index == stages - 1, tp=lines.tp)
+
+
+def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> None:
+    """UserError, before any model loads: one has fewer layers, heads, ... than its section's mesh has ranks for them, or
+    ``optimizer.freeze`` names nothing in it, which no rank with a part of the model could tell."""
+    for role, (tp, pp) in config.cuts.items():
+        section = config.model_sections[role]
+        source = actor if role == "actor" else source_like_actor(section, config, actor, vocab_size)
+        try:
+            part_at(source.spec, Lines(pp=Line(pp)))
+            head_cut(source.spec, 0, tp)
+        except UserError as error:
+            raise UserError(f"{'critic' if role == 'cost_critic' else role}.{error}") from None
+        if isinstance(section, TrainedConfig):
+            (sizes,) = _networks_of(role, config.algorithm, replace(source, device=torch.device("meta"))).values()
+            freeze(sizes, section.optimizer.freeze)
+
+
+def _networks_of(role: str, algorithm: str, source: DecoderSource) -> dict[str, nn.Module]:
+    if role != "actor":
+        return critic_networks(source)
+    return trained_reward(source) if algorithm == "reward_model" else policy_networks(source, 1.0)
 
 
 def text_networks(build: Callable[..., Mapping[str, nn.Module]], main: str, model: str) -> Networks:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hybridflow.build_model import (
     actor_tokenizer,
+    check_meshes,
     decoder_source,
     export_model,
     policy_networks,
@@ -49,6 +50,7 @@ class PairParts:
         self.held_out = PairSource(held_out, data, self.tokenizer, config.seed) if held_out else None
         self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
         self._check(data)
+        check_meshes(config, self.decoder, self.tokenizer.vocab_size)
 
     def _check(self, data: DataConfig) -> None:
         """What the configuration asks of the pairs, before a model loads."""

@@ -13,6 +13,7 @@ from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build_model import (
     DecoderSource,
     actor_tokenizer,
+    check_meshes,
     critic_networks,
     decoder_source,
     export_model,
@@ -58,6 +59,7 @@ class TextParts:
         self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
         self._check_lengths()
         self._check_engine()
+        check_meshes(config, self.decoder, self.tokenizer.vocab_size)
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:

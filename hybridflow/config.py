@@ -286,11 +286,16 @@ class RunConfig(Config):
         return [name for name in self.roles() if name in own]
 
     @property
+    def model_sections(self) -> dict[str, ModelConfig]:
+        """The section of each role whose model can be cut."""
+        sections: dict[str, ModelConfig] = {"actor": self.actor, "critic": self.critic, "cost_critic": self.critic}
+        sections |= {"reference": self.reference, "teacher": self.teacher}
+        return {name: sections[name] for name in self.models if name in sections}
+
+    @property
     def cuts(self) -> dict[str, tuple[int, int]]:
         """(tp, pp) of the roles whose models are cut."""
-        sections = {"actor": self.actor, "critic": self.critic, "cost_critic": self.critic}
-        sections |= {"reference": self.reference, "teacher": self.teacher}  # type: ignore[dict-item]
-        meshes = {name: (sections[name].mesh.tp, sections[name].mesh.pp) for name in self.models if name in sections}
+        meshes = {name: (section.mesh.tp, section.mesh.pp) for name, section in self.model_sections.items()}
         return {name: mesh for name, mesh in meshes.items() if mesh != (1, 1)}
 
     @property
@@ -385,16 +390,21 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _placement_conflicts(config: RunConfig) -> Iterator[str]:
-    for name in config.cuts:
+    for name in dict.fromkeys(map(_section, config.cuts)):
         if config.environment is not None:
             yield f"{name}.mesh: networks for environments can't be cut; remove it, the pool is data-parallel"
         elif config.runtime.kind == "local":
             yield f'{name}.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools'
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
-        yield from problems or _cut_conflicts(config)
+        yield from problems or dict.fromkeys(_cut_conflicts(config))
     elif "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
+
+
+def _section(role: str) -> str:
+    """The section that says what the role's model is."""
+    return "critic" if role == "cost_critic" else role
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[str]:
@@ -402,8 +412,8 @@ def _cut_conflicts(config: RunConfig) -> Iterator[str]:
     for name, (tp, pp) in config.cuts.items():
         pool = config.placed.pool_of(name)
         if pool.size % (tp * pp):
-            found = f"tp {tp} x pp {pp} = {tp * pp} processes hold one model"
-            yield f"{name}.mesh: {found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {tp * pp}"
+            found = f"{_section(name)}.mesh: tp {tp} x pp {pp} = {tp * pp} processes hold one model"
+            yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {tp * pp}"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

@@ -22,6 +22,7 @@ from hybridflow.core.errors import ResourceError
 Program = Callable[..., Outcome]
 
 RAY, POOLS = {"kind": "ray"}, {"train": 2, "rest": 1}
+SAFE = {"algorithm": "safe_rlhf", "cost": {"functions": ["hybridflow.rollout.scorers:words_over?limit=1"]}}
 
 
 @pytest.fixture
@@ -141,6 +142,47 @@ def one_line(outcome: Outcome) -> str:
         (
             {"runtime": {**RAY, "slots": 4}, "placement__pools": {"main": [3, 2]}},
             "runtime.slots = 4: placement.pools have 5 workers; raise slots or make pools smaller",
+        ),
+        ({"actor__mesh": {"tp": 0}}, "actor.mesh.tp = 0: input should be greater than or equal to 1"),
+        ({"actor__mesh": {"pt": 2}}, "unknown key actor.mesh.pt; did you mean actor.mesh.tp?"),
+        (
+            {"actor__mesh": {"tp": 2}},
+            'actor.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools',
+        ),
+        ({"critic": {"mesh": {"tp": 2}}}, "[critic] is set, but grpo on [data] doesn't read it; remove the section"),
+        ({"reward__mesh": {"tp": 2}}, "unknown key reward.mesh"),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 6}, "actor__mesh": {"tp": 2, "pp": 2}},
+            "actor.mesh: tp 2 x pp 2 = 4 processes hold one model, but pool 'main' has 6 workers; make it a multiple of 4",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 3}, "actor__mesh": {"pp": 3}},
+            "actor.mesh: pp = 3, but the model has 2 layers; lower pp to 2",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 8}, "actor__mesh": {"tp": 8}},
+            "actor.mesh: tp = 8, but the model has 4 attention heads: a rank needs one; lower tp to 4",
+        ),
+        (
+            {
+                "runtime": RAY,
+                "placement__pools": {"main": 20},
+                "actor__fresh": {"num_heads": 32},
+                "actor__mesh": {"tp": 20},
+            },
+            "actor.mesh: tp = 20, but the model has 14 tokens in its vocabulary: a rank needs one; lower tp to 14",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 4}, "kl": {"coef": 0.1}, "reference": {"mesh": {"pp": 4}}},
+            "reference.mesh: pp = 4, but the model has 2 layers; lower pp to 2",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 4}, **SAFE, "critic": {"mesh": {"pp": 4}}},
+            "critic.mesh: pp = 4, but the model has 2 layers; lower pp to 2",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 3}, **SAFE, "critic": {"mesh": {"pp": 2}}},
+            "critic.mesh: tp 1 x pp 2 = 2 processes hold one model, but pool 'main' has 3 workers; make it a multiple of 2",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -381,3 +423,12 @@ def test_a_held_out_prompt_that_is_too_long_is_told_before_the_model_loads(
     (tmp_path / "run.toml").write_text(_toml(keys))
     line = one_line(hybridflow("train", tmp_path / "run.toml"))
     assert "the longest prompt has " in line and "positions" in line
+
+
+def test_a_pattern_that_freezes_nothing_is_told_before_workers_start(config: Any, hybridflow: Program) -> None:
+    """A rank with some of the layers could not know it."""
+    cut = {"runtime": RAY, "placement__pools": {"main": 2}, "actor__mesh": {"pp": 2}}
+    told = "optimizer.freeze: 'layers.7.*' matches no parameter; names look like embed.weight"
+    assert told in one_line(hybridflow("train", config(**cut, actor__optimizer={"freeze": ["layers.7.*"]})))
+    critic = {"algorithm": "ppo", **cut, "actor__mesh": {}, "critic": {"mesh": {"pp": 2}, "optimizer": {"freeze": ["*"]}}}
+    assert "the patterns freeze every parameter" in one_line(hybridflow("train", config(**critic)))

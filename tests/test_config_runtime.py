@@ -84,3 +84,20 @@ def test_all_that_is_missing_is_told_at_once() -> None:
     first, second, _ = problems(placement={"pools": TWO, "roles": {"reward": "train"}})
     assert "no pool for actor, critic, reference; name one of train, rest for each" in first
     assert "placement.pools.rest: no role is on it" in second
+
+
+def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_parallel() -> None:
+    keys = {"algorithm": "safe_rlhf", "cost__functions": [WORDS], "kl__coef": 0.1, "placement__pools": {"main": 8}}
+    placed = on_ray(REVERSE, **keys, actor__mesh={"tp": 2, "pp": 2}, critic={"mesh": {"pp": 4}}).placed
+    assert placed.cuts == {"actor": (2, 2), "critic": (1, 4), "cost_critic": (1, 4)}
+    assert placed.mesh_of("actor", None) == Mesh(dp=2, tp=2, pp=2) and placed.mesh_of("cost_critic", None) == Mesh(2, 1, 4)
+    assert placed.mesh_of("reference", None) == placed.mesh_of("sampler", None) == Mesh(dp=8)
+    with pytest.raises(ConfigError) as told:
+        on_ray(REVERSE, **keys, critic={"mesh": {"tp": 3}})
+    assert len(told.value.problems) == 1 and "critic.mesh: tp 3 x pp 1 = 3 processes" in told.value.problems[0]
+
+
+@pytest.mark.parametrize("kind", ["ray", "local"])
+def test_networks_for_environments_are_not_cut(kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.mesh: networks for environments can't be cut; remove it"):
+        on_ray(CARTPOLE, runtime__kind=kind, actor__mesh={"tp": 2})

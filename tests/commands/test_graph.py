@@ -138,6 +138,30 @@ def test_a_sampler_away_from_its_learner_has_a_copy_that_is_sent(hybridflow: Pro
     assert weights == {"source": "train", "target": "rest", "what": "weights", "bytes": roles["actor"]["weight_bytes"]}
 
 
+def test_a_cut_model_is_told_by_what_its_fullest_rank_holds(hybridflow: Program, ppo: Path) -> None:
+    cut = (ppo, *POOLS, "--actor.mesh.tp", "2", "--critic.mesh.pp", "2", "--generation.engine", "vllm")
+    whole, parts = (
+        {role["name"]: role for role in json.loads(hybridflow("graph", *arguments, "--json").out)["roles"]}
+        for arguments in ((ppo, *POOLS), cut)
+    )
+    assert (parts["actor"]["mesh"], parts["critic"]["mesh"], parts["reference"]["mesh"]) == ("tp 2", "pp 2", "dp 2")
+    for name in ("actor", "critic"):
+        one, held = whole[name], parts[name]
+        assert (held["parameters"], held["trained"]) == (one["parameters"], one["trained"])
+        for size in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+            assert 0.5 <= held[size] / one[size] < 0.75, (name, size)
+    assert parts["reference"]["weight_bytes"] == whole["reference"]["weight_bytes"]
+    assert (parts["sampler"]["copy_of"], parts["sampler"]["weight_bytes"]) == ("actor", whole["actor"]["weight_bytes"])
+    text = hybridflow("graph", *cut).out
+    assert re.search(r"\nactor +Learner +train +tp 2 +cpu ", text) and "a copy of the actor's" in text
+    code, _, err = hybridflow("graph", ppo, *POOLS, "--placement.pools.rest", "8", "--critic.mesh.tp", "8")
+    assert (
+        code == 2
+        and err.startswith("error: critic.mesh: tp = 8, but the model has 4 attention heads")
+        and err.count("\n") == 1
+    )
+
+
 def test_dot_and_page_show_the_pools(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
     out = hybridflow("graph", ppo, *POOLS, "--dot").out
     clusters = re.findall(r'\n  subgraph "cluster (\w+)" { label="\1: 2 workers";((?: n\d;)+) }', out)
