@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import CARTPOLE, REVERSE, Outcome, with_keys
 from test_runs import ENVIRONMENTS, TEXT, assert_equal, records, run, state
 
@@ -102,6 +104,65 @@ def test_environments_go_on_in_another_number_of_workers(tmp_path: Path) -> None
     after = state(tmp_path / "run")["sampler"]
     assert before == [0, 1, 2, 3] and sorted(saved["slot"] for saved in after) == before
     assert records(tmp_path / "run")[-1]["step"] == 4
+
+
+CALM = {"lr": 1e-3, "eps": 1e-4}
+"""AdamW on near-zero gradients is a question of rounding; with this eps it isn't."""
+CUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": (
+        with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
+        {"actor__mesh": {"tp": 2, "pp": 2}, "reference": {"mesh": {"tp": 2}}},
+    ),
+    "ppo": (
+        with_keys(TEXT["ppo"], kl=None, actor__optimizer=CALM, critic={"optimizer": CALM}),
+        {"actor__mesh": {"tp": 2}, "critic": {"optimizer": CALM, "mesh": {"pp": 2}}},
+    ),
+}
+FOUR_AND_TWO = {"train": 4, "rest": 2}
+
+
+def cut(name: str) -> dict[str, Any]:
+    data, meshes = CUT[name]
+    other = "reference" if name == "grpo" else "critic"
+    return with_keys(on_ray(data, FOUR_AND_TWO, **{"actor": "train", "reward": "rest", other: "rest"}), **meshes)
+
+
+def assert_near(one: Path, other: Path, steps: int) -> None:
+    mine, theirs = learned(one), learned(other)
+    assert len(mine) == len(theirs) == steps + 1
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.keys() == b.keys() and b == pytest.approx(a, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", CUT)
+def test_models_cut_over_meshes_learn_what_whole_ones_learn(name: str, tmp_path: Path) -> None:
+    local = run(CUT[name][0], tmp_path / "local", train__steps=3)
+    processes = run(cut(name), tmp_path / "ray", train__steps=3)
+    assert_near(local, processes, 3)
+    assert (local / "samples.jsonl").read_text() == (processes / "samples.jsonl").read_text()
+
+
+@pytest.mark.timeout(240)
+def test_a_checkpoint_of_a_mesh_goes_on_on_others(tmp_path: Path) -> None:
+    """From tp 2 x pp 2 to dp 2 x pp 2, and to one process, which write the same model."""
+    data = with_keys(CUT["grpo"][0], checkpoint={"every": 2}, evaluation__every=2)
+    meshes = with_keys(cut("grpo"), checkpoint={"every": 2}, evaluation__every=2)
+    whole = run(data, tmp_path / "whole", train__steps=4)
+    run(meshes, tmp_path / "mesh", train__steps=2)
+    shutil.copytree(tmp_path / "mesh", tmp_path / "one")
+    mesh = run(meshes, tmp_path / "mesh", resume="latest", train__steps=4, actor__mesh={"pp": 2})
+    one = run(data, tmp_path / "one", resume="latest", train__steps=4)
+    for other in (mesh, one):
+        assert_near(whole, other, 4)
+    (saved,), stages = state(one)["actor"], state(mesh)["actor"]
+    assert len(stages) == 2 and saved["version"] == stages[0]["version"] == stages[1]["version"]
+    weights = {name: x for stage in stages for name, x in stage["networks"]["policy"].items()}
+    assert weights.keys() == saved["networks"]["policy"].keys()
+    for name, x in saved["networks"]["policy"].items():
+        torch.testing.assert_close(weights[name], x, rtol=1e-3, atol=1e-5)
+    exported = [{file.name: file.stat().st_size for file in (run_dir / "model").iterdir()} for run_dir in (mesh, one)]
+    assert exported[0] == exported[1] and {"model.safetensors", "tokenizer.json"} <= exported[0].keys()
 
 
 @pytest.mark.timeout(180)

@@ -254,8 +254,9 @@ class Learner(Shelved):
         return total, trained
 
     @control
-    def export(self, save: Callable[[Any], None]) -> None:
-        """Call ``save`` with the whole main network, on rank 0 alone, which joins the parts if there are any."""
+    def export(self, save: Callable[[Any], None]) -> int:
+        """Call ``save`` with the whole main network, on rank 0 alone, which joins the parts if there are any; the version
+        that it got. Whoever calls this waits until it is done: ``save`` may read what the caller then removes."""
         if self.cut is None:
             if self.context.rank == 0:
                 save(self.model)
@@ -263,10 +264,9 @@ class Learner(Shelved):
             parts = gathered(self.lines.pp, self._full(tensors(self.networks, self.main)))
             if self.context.rank == 0:
                 whole = dict(self._recipe.build())[self.main]
-                whole.load_state_dict(
-                    {name.partition("/")[2]: x for part in parts for name, x in part.items()}, strict=False
-                )
+                whole.load_state_dict({name.partition("/")[2]: x for part in parts for name, x in part.items()})
                 save(whole)
+        return self.version
 
     @control
     def weights(self) -> dict[str, np.ndarray]:
