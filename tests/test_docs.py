@@ -189,6 +189,19 @@ def test_the_commands_of_the_cluster_page_run(tmp_path: Path, monkeypatch: pytes
     assert "step 2/2" in done.stdout
 
 
+@pytest.mark.timeout(120)
+def test_the_commands_of_the_page_on_meshes_run(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    train, graph = commands(ROOT / "docs" / "parallel.md")
+    trained, drawn = hybridflow(*shortened(train)[1:]), hybridflow(*graph[1:])
+    assert trained.code == drawn.code == 0, (trained, drawn)
+    assert "step 3/3" in trained.out and re.search(r"\nactor +Learner +main +tp 2 x pp 2 ", drawn.out)
+    assert (tmp_path / "runs" / "cut" / "model" / "tokenizer.json").is_file()
+
+
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "README.md").read_text()

@@ -101,6 +101,7 @@ class Case(NamedTuple):
     minibatches: int = 2
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
+    max_grad_norm: float = 0.5
 
     @property
     def data(self) -> Batch:
@@ -116,7 +117,7 @@ class Case(NamedTuple):
         return text_networks(build, main, source.name)
 
     def learner(self, context: WorkerContext) -> Learner:
-        optimizer = OptimizerConfig(lr=0.003, max_grad_norm=0.5, weight_decay=0.01, freeze=self.freeze)
+        optimizer = OptimizerConfig(lr=0.003, max_grad_norm=self.max_grad_norm, weight_decay=0.01, freeze=self.freeze)
         plan = UpdatePlan(minibatches=self.minibatches, token_budget=self.token_budget)
         return Learner(context, networks=self.networks, optimizer=optimizer, plan=plan, total_steps=10, seed=1)
 
@@ -142,7 +143,7 @@ CASES = {
     "sft": Case("qwen3", cross_entropy.bind()),
     "written": Case("odd", marked.bind()),
     "one row": Case("llama", PPO, rows=1),
-    "frozen embedding": Case("llama", PPO, freeze=("embed*",)),
+    "lower layers frozen": Case("llama", PPO, freeze=("embed*", "layers.[012].*"), max_grad_norm=50),
     "partly frozen": Case("odd", cross_entropy.bind(), freeze=("layers.[234].qkv.*", "norm*")),
     "adamw": Case("qwen2", PPO, sgd=False),
     "bfloat16": Case("llama", PPO, sgd=False, dtype=torch.bfloat16),
