@@ -122,7 +122,7 @@ class _LogProbs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
         # Transposed: oneDNN then takes the great matrix of logits as it lies.
-        weight_grad = torch.zeros_like(weight.T, dtype=_exact(hidden)) if need_weight else None
+        weight_grad = hidden.new_zeros(weight.T.shape, dtype=_exact(hidden)) if need_weight else None
         matrix = weight.to(hidden.dtype)
         for number, chunk in enumerate(_chunks(len(hidden), ctx.chunk_tokens)):
             probs = kept[number] if kept else _softmax(hidden[chunk], matrix, ctx.temperature)[1]

@@ -1,0 +1,610 @@
+"""The learner against transformers with torch's AdamW, and what meshes send, wait for and hold against formulas.
+
+    python benchmarks/parallel.py [--sections learner,traffic,bubble,memory] [--models 5M,20M]
+                                  [--dtypes float32,bfloat16] [--json]
+
+``learner``: one optimizer step of PPO's clipped loss on the same weights, rows and numbers: CPU-seconds of one thread; the
+sides take turns in this process, and a number is the median of the rounds after a shorter one. In float32 losses and
+gradient norms of both are compared too. The peer is what a user of transformers writes: right-padded microbatches with an
+attention mask, logits from the end of the shortest prompt on, the fused cross entropy, clipping, fused AdamW; ``MICRO``
+are its rows a microbatch: the fastest of 2, 4, 8, 16 and 64 at 5M, of 1, 2, 4 and 8 at 20M. hybridflow also computes entropies. In bfloat16 it keeps
+float32 masters; the peer does so in ``autocast``, and in ``pure`` weights and moments are bfloat16 alone.
+``share_of_peak``: the FLOPs that a step needs, at the speed of a product that suits the processor, over its time.
+Rows: prompts of 16 to 48 tokens and responses of 4 to 96 ("varied"), or of 32 and 50 ("equal").
+
+``traffic``: bytes that the ranks of a mesh of real processes over gloo hand to the axis' collectives and messages in one
+step, as they count them (an all-reduce as a ring), against the same from sizes alone; beside it what the kernel counted
+on their TCP connections, where a mesh has one axis. "tiny" has 2 layers of 64.
+
+``bubble``: the share of time that ranks wait, by the plan with a backward of twice the forward's time, and measured on
+processes whose stages sleep, against (p - 1) / (chunks m + p - 1).
+
+``memory``: bytes of weights, gradients and optimizer on the rank of a mesh that has most, counted after a step, against
+``hybridflow graph``; and how far the resident memory of one process grows by a step of a 20M model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridflow.build_model import DecoderSource, actor_tokenizer, decoder_source, policy_networks, text_networks
+from hybridflow.build_trace import trace
+from hybridflow.commands.bench import RANDOM, random_spec
+from hybridflow.commands.bench import _peak as peak_flops
+from hybridflow.config import RunConfig, validate
+from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.placement import Mesh
+from hybridflow.core.roles import WorkerContext
+from hybridflow.core.seeding import generator, torch_generator
+from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.policy import TextPolicy
+from hybridflow.models.sources import resolve
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.models.weights import load_decoder, save_decoder
+from hybridflow.ops.losses import ppo_clip
+from hybridflow.parallel.mesh import ProcessMesh
+from hybridflow.parallel.pipeline import Wire, run_pipeline
+from hybridflow.parallel.pipeline_plan import bubble, interleaved, split_layers
+from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
+from hybridflow.workers.optimizer import OptimizerConfig
+
+CLIP, LR, MAX_NORM, ROUNDS = 0.2, 1e-5, 1.0, 3
+ROWS = {"5M": 64, "20M": 64, "smollm2-135m": 16}
+MICRO = {"5M": 2, "20M": 4, "smollm2-135m": 4}
+PROMPTS, RESPONSES = (16, 48), (4, 96)
+TIMEOUT = timedelta(seconds=120)
+LEARNER_TARGET, TRAFFIC_TARGET, MEMORY_TARGET = 1.3, 0.02, 0.1
+TINY = DecoderSpec("llama", 259, 64, 176, 2, 4, 2, 16, 2048)
+MESHES = (Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2, pp=2))
+PIPELINES = ((2, 1, 4), (4, 1, 4), (4, 1, 8), (4, 2, 8))
+"""ranks, chunks, microbatches"""
+FORWARD, BACKWARD = 0.04, 0.08
+FRESH = {
+    "family": "qwen2",
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+}
+HELD = (
+    ("fresh", "float32", Mesh(tp=2)),
+    ("fresh", "float32", Mesh(pp=2)),
+    ("fresh", "bfloat16", Mesh(tp=2, pp=2)),
+    ("smollm2-135m", "float32", Mesh(tp=2)),
+    ("smollm2-135m", "bfloat16", Mesh(pp=2)),
+)
+Row = dict[str, Any]
+
+
+def rows(number: int, vocab: int, varied: bool) -> Batch:
+    draw = generator(0, "benchmark", number)
+    prompts, responses = (draw.integers(low, high + 1, number) for low, high in (PROMPTS, RESPONSES))
+    if not varied:
+        prompts, responses = np.full(number, sum(PROMPTS) // 2), np.full(number, sum(RESPONSES) // 2)
+    lengths = prompts + responses
+    total = int(lengths.sum())
+    mask = np.concatenate([np.arange(n) >= p for p, n in zip(prompts, lengths, strict=True)])
+    like = partial(Ragged, lengths=lengths)
+    return Batch(
+        {
+            "sample_id": np.arange(number),
+            "tokens": like(draw.integers(0, vocab, total)),
+            "response_mask": like(mask),
+            "log_probs": like(np.full(total, -np.log(vocab), np.float32)),
+            "advantages": like(draw.normal(size=total).astype(np.float32)),
+        }
+    )
+
+
+class Ours:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        networks = Networks(lambda: {"policy": TextPolicy(load_decoder(folder, dtype))}, "policy", ("tokens",))
+        optimizer = OptimizerConfig(lr=LR, max_grad_norm=MAX_NORM)
+        self.context = WorkerContext()
+        self.learner = Learner(
+            self.context, networks=networks, optimizer=optimizer, plan=UpdatePlan(), total_steps=100, seed=0
+        )
+        self.loss = ppo_clip.bind(clip=CLIP)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """(loss, gradient norm)"""
+        self.learner.update(batch, self.loss)
+        metrics = self.context.metrics.values()
+        self.context.metrics.clear()
+        return metrics["loss"], metrics["grad_norm"]
+
+
+class Theirs:
+    def __init__(self, folder: Path, dtype: torch.dtype, autocast: bool, micro: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.autocast, self.micro = autocast, micro
+        kept = torch.float32 if autocast else dtype
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=kept)
+        self.adamw = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0, fused=True)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        total, count = 0.0, int(batch.ragged("response_mask").values.sum())
+        self.adamw.zero_grad()
+        for start in range(0, len(batch), self.micro):
+            padded = pad(batch.rows(np.arange(start, min(start + self.micro, len(batch)))))
+            loss = self.loss(**padded) / count
+            loss.backward()
+            total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM))
+        self.adamw.step()
+        return total, norm
+
+    def loss(self, tokens: Tensor, attended: Tensor, mask: Tensor, log_probs: Tensor, advantages: Tensor) -> Tensor:
+        """The sum over response tokens."""
+        first = int(mask.int().argmax(1).min())  # logits of what is before it are not needed
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            logits = self.model(tokens, attention_mask=attended, logits_to_keep=tokens.shape[1] - first + 1).logits
+        mask, targets = mask[:, first:], tokens[:, first:]
+        new = -F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), targets, reduction="none")
+        ratio, gain = (new - log_probs[:, first:]).exp(), advantages[:, first:]
+        terms = -torch.minimum(ratio * gain, ratio.clip(1 - CLIP, 1 + CLIP) * gain)
+        return terms.where(mask, 0.0).sum()
+
+
+def pad(batch: Batch) -> dict[str, Tensor]:
+    lengths = torch.from_numpy(batch.lengths)
+    valid = torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def padded(name: str) -> Tensor:
+        values = torch.tensor(batch.ragged(name).values)
+        return values.new_zeros(valid.shape).masked_scatter(valid, values)
+
+    names = {"tokens": "tokens", "mask": "response_mask", "log_probs": "log_probs", "advantages": "advantages"}
+    return {"attended": valid.long(), **{key: padded(name) for key, name in names.items()}}
+
+
+# ------------------------------------------------------------------------------------------------- the one-process learner
+
+
+def learner(args: argparse.Namespace) -> Iterator[Row]:
+    for name in args.models.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = resolve(name) if name not in RANDOM else saved(name, Path(scratch) / name)
+            for dtype in args.dtypes.split(","):
+                yield from compared(name, folder, dtype)
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A random model, as a folder."""
+    decoder = Decoder(random_spec(name))
+    init_weights(decoder, torch_generator(0, "benchmark"))
+    save_decoder(decoder, folder)
+    return folder
+
+
+def compared(name: str, folder: Path, dtype: str) -> Iterator[Row]:
+    """Both kinds of batches; ``flops`` are those of the matrix products that the step can't do without."""
+    kind = getattr(torch, dtype)
+    micro = MICRO[name]
+    sides: dict[str, Ours | Theirs] = {"hybridflow": Ours(folder, kind)}
+    if dtype == "float32":
+        sides["transformers"] = Theirs(folder, kind, False, micro)
+    else:
+        sides |= {"autocast": Theirs(folder, kind, True, micro), "pure": Theirs(folder, kind, False, micro)}
+    decoder = sides["hybridflow"].learner.model.decoder
+    for cell in ("varied", "equal"):
+        batch = rows(ROWS[name], decoder.spec.vocab_size, cell == "varied")
+        for side in sides.values():
+            side.step(batch.rows(np.arange(8)))
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        peaks = []
+        for _ in range(ROUNDS):
+            told = {}
+            for side, worker in sides.items():
+                start = time.process_time()
+                told[side] = worker.step(batch)
+                seconds[side].append(time.process_time() - start)
+            peaks.append(peak_flops(kind))
+            if dtype == "float32":
+                assert np.allclose(told["hybridflow"], told["transformers"], rtol=1e-3, atol=1e-5), told
+        tokens, actions = len(batch.ragged("tokens").values), int(batch.ragged("response_mask").values.sum())
+        medians = {side: statistics.median(times) for side, times in seconds.items()}
+        ours = medians["hybridflow"]
+        row = {
+            "section": "learner",
+            "model": name,
+            "dtype": dtype,
+            "cell": cell,
+            "tokens": tokens,
+            "tokens_per_cpu_second": {side: tokens / time for side, time in medians.items()},
+            "ratio": {
+                side: statistics.median(b / a for a, b in zip(seconds["hybridflow"], times, strict=True))
+                for side, times in seconds.items()
+                if side != "hybridflow"
+            },
+            "target": LEARNER_TARGET,
+            "share_of_peak": flops(decoder, tokens, actions) / ours / statistics.median(peaks),
+        }
+        yield row
+
+
+def flops(decoder: Decoder, tokens: int, actions: int) -> float:
+    """Of the matrix products of a step: forward, and twice as many backward. The last layer's output projection and MLP and
+    the head see the tokens alone that decide about an action."""
+    *layers, last = ([p.numel() for p in layer.parameters() if p.dim() == 2] for layer in decoder.layers)
+    everywhere, decisive = sum(map(sum, layers)) + last[0], sum(last[1:]) + decoder.head_weight.numel()
+    return 6.0 * (everywhere * tokens + decisive * actions)
+
+
+# ---------------------------------------------------------------------------------------------------- processes over gloo
+
+
+def in_processes(function: Callable[[int], Any], size: int) -> list[Any]:
+    """What ``function(rank)`` returns in each of ``size`` processes, which are one gloo group."""
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (function, size, folder), size)  # type: ignore[no-untyped-call]
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _process(rank: int, function: Callable[[int], Any], size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    torch.save(function(rank), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_mesh(networks: Callable[[], Networks], mesh: Mesh, rank: int, groups: Any) -> Learner | None:
+    """The learner of this process, if it is in the mesh; all processes of the world call this."""
+    lines = ProcessMesh(mesh, rank, TIMEOUT, groups)
+    if rank >= mesh.size:
+        return None
+    reduce = lines.dp.all_reduce if mesh.dp > 1 else None
+    context = WorkerContext(mesh=mesh, rank=rank, reduce=reduce, lines=lines)
+    optimizer = OptimizerConfig(lr=LR, max_grad_norm=MAX_NORM)
+    plan = UpdatePlan(token_budget=512)
+    return Learner(context, networks=networks(), optimizer=optimizer, plan=plan, total_steps=100, seed=0)
+
+
+def networks_of(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> Networks:
+    source = DecoderSource("random", spec, None, dtype, torch.device("cpu"), seed=0)
+    return text_networks(partial(policy_networks, source, 1.0), "policy", "random")
+
+
+# --------------------------------------------------------------------------------------------------------- what is sent
+
+
+def traffic(args: argparse.Namespace) -> Iterator[Row]:
+    """Bytes by mesh, model and axis, summed over the ranks."""
+    for ranks in zip(*in_processes(count_traffic, max(mesh.size for mesh in MESHES)), strict=True):
+        mesh, model = ranks[0]["mesh"], ranks[0]["model"]
+        there = [rank for rank in ranks if rank["counted"]]
+        for axis in ("dp", "tp", "pp"):
+            counted, formula = (sum(rank[what][axis] for rank in there) for what in ("counted", "formula"))
+            if formula:
+                yield {
+                    "section": "traffic",
+                    "model": model,
+                    "mesh": f"{mesh.dp}x{mesh.tp}x{mesh.pp}",
+                    "axis": axis,
+                    "counted": counted,
+                    "formula": formula,
+                    "ratio": counted / formula,
+                    "target": TRAFFIC_TARGET,
+                    "kernel": sum(rank["kernel"] for rank in there) if mesh.size == 2 else None,
+                }
+
+
+def count_traffic(rank: int) -> list[Row]:
+    found, groups = [], {}
+    for name, spec in (("tiny", TINY), ("5M", random_spec("5M"))):
+        half = rows(16, spec.vocab_size, varied=True)
+        # Each row's length occurs twice, so that two data-parallel blocks get equally many tokens.
+        batch = Batch.concat([half, half]).with_columns(sample_id=np.arange(32))
+        for mesh in MESHES:
+            worker = on_mesh(partial(networks_of, spec), mesh, rank, groups)
+            row: Row = {"mesh": mesh, "model": name, "counted": {}, "formula": {}, "kernel": 0}
+            if worker is not None:
+                worker.update(batch, ppo_clip.bind(clip=CLIP))  # makes the connections
+            dist.barrier()
+            before = sent_bytes()
+            if worker is not None:
+                lines = {axis: getattr(worker.context.lines, axis) for axis in ("dp", "tp", "pp")}
+                for line in lines.values():
+                    line.traffic.clear()
+                worker.update(batch, ppo_clip.bind(clip=CLIP))
+                row["counted"] = {axis: line.traffic.total() for axis, line in lines.items()}
+                row["formula"] = formula(spec, mesh, rank, batch)
+            dist.barrier()
+            row["kernel"] = sent_bytes() - before
+            found.append(row)
+    return found
+
+
+def sent_bytes() -> int:
+    """What the TCP connections of this process have sent, as the kernel counts (tcp_info: bytes_acked)."""
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", info, 120)[0]
+    return total
+
+
+def formula(spec: DecoderSpec, mesh: Mesh, rank: int, batch: Batch) -> dict[str, float]:
+    """Bytes that a rank sends in a step in fp32, from sizes alone; N tokens, M of them decide about an action.
+
+    dp: all gradients of the rank, once. tp: [N, D] or [M, D] forward at each of a layer's two exits, back at its two
+    entries, at the embedding's exit and at the head's entry; four numbers a token between the parts of the vocabulary. pp:
+    [N, D] forward to the next stage and back to the one before, and the tied matrix. Each rank of a ring of s sends
+    2 (s - 1) / s of what is summed.
+    """
+    _, stage, _ = mesh.coordinates(rank)
+    first, last = stage == 0, stage == mesh.pp - 1
+    layers = split_layers(spec.num_layers, mesh.pp)[stage]
+    tokens = len(batch.ragged("tokens").values) / mesh.dp
+    actions = int(batch.ragged("response_mask").values.sum()) / mesh.dp
+    hidden, table = spec.hidden_size, spec.vocab_size * spec.hidden_size / mesh.tp
+    summed = 2 * (mesh.tp - 1) / mesh.tp * 4 * hidden
+    tp = summed * (4 * tokens * len(layers) + tokens * first)
+    if last:
+        tp += summed * (actions - 3 * (tokens - actions)) + 16 * actions * (mesh.tp - 1)
+    pp = 4 * hidden * tokens * ((not first) + (not last)) + 4 * table * (first != last)
+    copies = 1 if mesh.pp == 1 else first + last
+    parameters = table * copies + sum(layer_size(spec, mesh.tp) for _ in layers) + hidden * last
+    return {"dp": 2 * (mesh.dp - 1) / mesh.dp * 4 * parameters, "tp": tp, "pp": pp}
+
+
+def layer_size(spec: DecoderSpec, tp: int) -> float:
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    matrices = qkv + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    return (spec.hidden_size * matrices + qkv * spec.qkv_bias) / tp + 2 * spec.hidden_size
+
+
+# ----------------------------------------------------------------------------------------------------- waiting in pipelines
+
+
+def bubbles(args: argparse.Namespace) -> Iterator[Row]:
+    slept = in_processes(sleep_through, max(ranks for ranks, *_ in PIPELINES))
+    for number, (ranks, chunks, microbatches) in enumerate(PIPELINES):
+        plan = interleaved(ranks, chunks, microbatches)
+        expected = (ranks - 1) / (chunks * microbatches + ranks - 1)
+        turns = [[rank[number][turn] for rank in slept[:ranks]] for turn in range(ROUNDS)]
+        shares = [1 - sum(busy for busy, _ in turn) / ranks / max(span for _, span in turn) for turn in turns]
+        yield {
+            "section": "bubble",
+            "ranks": ranks,
+            "chunks": chunks,
+            "microbatches": microbatches,
+            "formula": expected,
+            "plan": bubble(plan, lambda *_: FORWARD, lambda *_: BACKWARD),
+            "processes": statistics.median(shares),
+        }
+
+
+def sleep_through(rank: int) -> list[list[tuple[float, float]]]:
+    """(seconds in stages, seconds in all) of this rank in every turn of every pipeline, from when all of them start."""
+    seconds = []
+    for ranks, chunks, microbatches in PIPELINES:
+        group = dist.new_group(list(range(ranks)), TIMEOUT)
+        plan, turns = interleaved(ranks, chunks, microbatches), []
+        wire = Wire(group, rank, ranks, lambda _: (4,), torch.float32, torch.device("cpu"))
+        for _ in range(ROUNDS if rank < ranks else 0):
+            slept: list[float] = []
+            stages = [partial(asleep, slept, rank + chunk * ranks == plan.stages - 1) for chunk in range(chunks)]
+            dist.barrier(group)
+            start = time.perf_counter()
+            run_pipeline(plan, stages, wire)
+            turns.append((sum(slept), time.perf_counter() - start))
+        seconds.append(turns)
+    return seconds
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps, and writes down how long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slept: list[float]) -> Tensor:
+        ctx.slept = slept
+        slept.append(sleep(FORWARD))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.slept.append(sleep(BACKWARD))
+        return grad, None
+
+
+def sleep(seconds: float) -> float:
+    """How long it really took."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - start
+
+
+def asleep(slept: list[float], last: bool, microbatch: int, received: Tensor | None) -> Tensor:
+    x = torch.ones(4, requires_grad=True) if received is None else received
+    out: Tensor = _Sleep.apply(x, slept)  # type: ignore[no-untyped-call]
+    return out.sum() if last else out
+
+
+# ---------------------------------------------------------------------------------------------------------- what is held
+
+
+def memory(args: argparse.Namespace) -> Iterator[Row]:
+    """Bytes of the rank that holds most, counted after a step, against the call graph's."""
+    for ranks in zip(*in_processes(count_memory, 4), strict=True):
+        counted = max((rank["bytes"] for rank in ranks if rank["bytes"]), key=lambda held: sum(held.values()))
+        mesh, model, dtype = (ranks[0][key] for key in ("mesh", "model", "dtype"))
+        predicted = predict(model, dtype, mesh)
+        yield {
+            "section": "memory",
+            "model": model,
+            "dtype": dtype,
+            "mesh": f"tp {mesh.tp}, pp {mesh.pp}",
+            "counted": counted,
+            "predicted": predicted,
+            "ratio": sum(counted.values()) / sum(predicted.values()),
+            "target": MEMORY_TARGET,
+        }
+    yield {"section": "process", **in_processes(measure_process, 1)[0]}
+
+
+def configuration(model: str, dtype: str, mesh: Mesh) -> RunConfig:
+    size = {"fresh": FRESH} if model == "fresh" else {"model": model}
+    return validate(
+        {
+            "algorithm": "grpo",
+            "run_dir": "unused",
+            "actor": {**size, "dtype": dtype, "mesh": {"tp": mesh.tp, "pp": mesh.pp}},
+            "data": {"task": "addition", "options": {"format": "compact"}},
+            "generation": {"max_new_tokens": 8},
+            "train": {"group_size": 2},
+            "runtime": {"kind": "ray", "slots": mesh.size},
+            "placement": {"pools": {"main": mesh.size}},
+        },
+        "benchmark",
+    )
+
+
+def predict(model: str, dtype: str, mesh: Mesh) -> dict[str, int]:
+    """What ``hybridflow graph`` says that a rank of the actor holds."""
+    role = next(role for role in trace(configuration(model, dtype, mesh)).roles if role.name == "actor")
+    return {"weights": role.weight_bytes, "gradients": role.gradient_bytes, "optimizer": role.optimizer_bytes}
+
+
+def count_memory(rank: int) -> list[Row]:
+    found, groups = [], {}
+    for model, dtype, mesh in HELD:
+        config = configuration(model, dtype, mesh)
+        tokenizer = actor_tokenizer(config.actor, alphabet="0123456789+=")
+        source = decoder_source(config.actor, config, tokenizer.vocab_size)
+        networks = text_networks(partial(policy_networks, source, 1.0), "policy", model)
+        worker = on_mesh(lambda networks=networks: networks, mesh, rank, groups)
+        row: Row = {"model": model, "dtype": dtype, "mesh": mesh, "bytes": {}}
+        if worker is not None:
+            worker.update(rows(4, tokenizer.vocab_size, varied=True), ppo_clip.bind(clip=CLIP))
+            row["bytes"] = held_bytes(worker)
+        found.append(row)
+    return found
+
+
+def held_bytes(worker: Learner) -> dict[str, int]:
+    gradients = [master.grad for master in worker.optimizer.masters.values()]
+    tensors = {
+        "weights": all_tensors(*worker.networks.values()),
+        "gradients": (gradient for gradient in gradients if gradient is not None),
+        "optimizer": worker.optimizer.tensors(),
+    }
+    storages = {
+        key: {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in xs} for key, xs in tensors.items()
+    }
+    return {key: sum(sizes.values()) for key, sizes in storages.items()}
+
+
+def measure_process(rank: int) -> Row:
+    """How much the resident memory of a process grows by training a 20M model, and what it is made of."""
+    before = resident()
+    worker = on_mesh(partial(networks_of, random_spec("20M")), Mesh(), rank, {})
+    assert worker is not None
+    model, activations = worker.model, 0
+    outputs, weights = model.outputs, {parameter.data_ptr() for parameter in model.parameters()}
+
+    def counted(batch: Batch) -> dict[str, Tensor]:
+        """The outputs; what is saved for the backward pass is counted."""
+        nonlocal activations
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out: dict[str, Tensor] = outputs(batch)
+        activations = max(activations, sum(size for place, size in kept.items() if place not in weights))
+        return out
+
+    model.outputs = counted
+    worker.update(rows(64, 8192, varied=True), ppo_clip.bind(clip=CLIP))
+    return {"grown": resident("VmHWM") - before, "held": held_bytes(worker), "activations": activations}
+
+
+def resident(what: str = "VmRSS") -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
+
+
+# ---------------------------------------------------------------------------------------------------------- the display
+
+
+def line_of(row: Row) -> str:
+    match row["section"]:
+        case "learner":
+            rates = ", ".join(f"{side} {rate:,.0f}" for side, rate in row["tokens_per_cpu_second"].items())
+            ratios = ", ".join(f"{ratio:.2f} of {side}" for side, ratio in row["ratio"].items())
+            return (
+                f"{row['model']} {row['dtype']} {row['cell']}, {row['tokens']} tokens: {rates} tokens a CPU-second; "
+                f"{ratios}, target {row['target']}; {row['share_of_peak']:.0%} of peak"
+            )
+        case "traffic":
+            kernel = "" if row["kernel"] is None else f"; the kernel: {row['kernel']:,}"
+            return (
+                f"{row['model']} {row['mesh']} {row['axis']}: {row['counted']:,} of {row['formula']:,.0f} bytes = "
+                f"{row['ratio']:.4f}, target 1 +- {row['target']}{kernel}"
+            )
+        case "bubble":
+            return (
+                f"{row['ranks']} ranks x {row['chunks']} chunks, {row['microbatches']} microbatches: formula "
+                f"{row['formula']:.4f}, plan {row['plan']:.4f}, processes {row['processes']:.4f}"
+            )
+        case "memory":
+            counted, predicted = (
+                " + ".join(f"{n / 2**20:.1f}" for n in row[key].values()) for key in ("counted", "predicted")
+            )
+            return (
+                f"{row['model']} {row['dtype']}, {row['mesh']}: {counted} MiB of {predicted} = {row['ratio']:.4f}, "
+                f"target 1 +- {row['target']}"
+            )
+    held = " + ".join(f"{size / 2**20:.0f}" for size in (*row["held"].values(), row["activations"]))
+    return f"20M in one process: + {row['grown'] / 2**20:.0f} MiB; weights + gradients + optimizer + activations: {held}"
+
+
+SECTIONS = {"learner": learner, "traffic": traffic, "bubble": bubbles, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--models", default=",".join(list(ROWS)[:2]))
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for section in args.sections.split(","):
+        for row in SECTIONS[section](args):
+            print(json.dumps(row) if args.json else line_of(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
