@@ -189,13 +189,13 @@ def make(module: nn.Module, lines: ProcessMesh, mode: ShardMode, cut: None = Non
 
 
 def without_gradients(lines: ProcessMesh) -> dict[str, Any]:
-    """First all layers have gradients, then the middle one on no rank and the first one on the first rank alone."""
+    """Three layers have gradients, then the second on no rank and the first on the first rank alone; the fourth never."""
     out = {}
     for mode in MODES:
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, 2))
+        module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, 2), nn.Linear(2, 2))
         optimizer = make(module, lines, mode)
-        module(torch.ones(1, 4)).sum().backward()
+        module[:3](torch.ones(1, 4)).sum().backward()
         optimizer.reduce_gradients(partial(in_order, lines.dp))
         optimizer.clip()
         optimizer.step()
@@ -363,7 +363,7 @@ def test_a_rank_may_own_nothing(results: Results, mesh: str) -> None:
 def test_what_no_rank_has_a_gradient_for_stays(results: Results, mesh: str) -> None:
     for rank in range(MESHES[mesh].dp):
         found = results[rank][mesh, "without", ""]
-        assert found["zero1"]["still"] == found["none"]["still"] == ["1.weight", "1.bias"]
+        assert found["zero1"]["still"] == found["none"]["still"] == ["1.weight", "1.bias", "3.weight", "3.bias"]
         assert found["zero1"]["norm"] == pytest.approx(found["none"]["norm"], rel=1e-6)
         for key in ("parameters", "state"):
             assert_equal(found["none"][key], found["zero1"][key])
