@@ -7,8 +7,9 @@
 sides take turns in this process, and a number is the median of the rounds after a shorter one. In float32 losses and
 gradient norms of both are compared too. The peer is what a user of transformers writes: right-padded microbatches with an
 attention mask, logits from the end of the shortest prompt on, the fused cross entropy, clipping, fused AdamW; ``MICRO``
-are its rows a microbatch: the fastest of 2, 4, 8, 16 and 64 at 5M, of 1, 2, 4 and 8 at 20M. hybridflow also computes entropies. In bfloat16 it keeps
-float32 masters; the peer does so in ``autocast``, and in ``pure`` weights and moments are bfloat16 alone.
+are its rows a microbatch: the fastest of 2, 4, 8, 16 and 64 at 5M, of 1, 2, 4 and 8 at 20M. hybridflow also computes
+entropies. In bfloat16 it keeps float32 masters; the peer does so in ``autocast``, and in ``pure`` weights and moments are
+bfloat16 alone.
 ``share_of_peak``: the FLOPs that a step needs, at the speed of a product that suits the processor, over its time.
 Rows: prompts of 16 to 48 tokens and responses of 4 to 96 ("varied"), or of 32 and 50 ("equal").
 
