@@ -131,7 +131,7 @@ class Optimizer:
         return norm
 
     def _scale_down(self, gradients: Mapping[str, Tensor], norm: float) -> None:
-        if norm > self.config.max_grad_norm:
+        if gradients and norm > self.config.max_grad_norm:
             torch._foreach_mul_(list(gradients.values()), self.config.max_grad_norm / (norm + 1e-6))
 
     def step(self) -> None:
