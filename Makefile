@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint
+.PHONY: install demo test test-all lint
 
 install: .venv/installed
 
@@ -18,6 +18,9 @@ demo: install
 	$(BIN)/hybridflow demo
 
 test: install
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: install
 	$(BIN)/python -m pytest
 
 lint: install

@@ -84,6 +84,7 @@ def serve() -> Iterator[Callable[[list[str]], str]]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_readme_s_commands_run(
     hybridflow: Callable[..., Outcome],
     serve: Callable[[list[str]], str],
@@ -120,6 +121,7 @@ def wordy_model(real_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "wordy"
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_rlhf_page_run(
     hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wordy_model: Path
 ) -> None:
@@ -162,6 +164,7 @@ def standing(words: list[str], environment: dict[str, str], log: Path) -> Iterat
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_the_commands_of_the_cluster_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: str) -> None:
     """Two nodes of a cluster on this machine, started by hand and joined: the reverse example on both."""
     page = (ROOT / "docs" / "cluster.md").read_text()
@@ -190,6 +193,7 @@ def test_the_commands_of_the_cluster_page_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_the_commands_of_the_page_on_meshes_run(
     hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:

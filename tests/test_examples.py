@@ -19,6 +19,7 @@ def last_evaluation(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
     assert hybridflow("train", EXAMPLES / "reverse.toml", "--run_dir", tmp_path / "run").code == 0
     assert last_evaluation(tmp_path / "run")["eval/score"] > 0.95
@@ -28,6 +29,7 @@ def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path
 
 @pytest.mark.parametrize("name", ["cartpole", "dqn_cartpole"])
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str) -> None:
     """The environment counts as solved at 475 (Gymnasium); 20 episodes or more are evaluated."""
     assert hybridflow("train", EXAMPLES / f"{name}.toml", "--run_dir", tmp_path / "run").code == 0

@@ -33,6 +33,7 @@ def moves(run_dir: Path) -> set[str]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_roles_that_leave_memory_learn_bit_for_bit_the_same(name: str, tmp_path: Path) -> None:
     """PPO samples from the actor's weights in place, and is resumed; the sampler of GRPO is elsewhere and gets copies."""
     *roles, placement = CASES[name]

@@ -41,6 +41,8 @@ from hybridflow.workers.parts import Lines
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
 
+pytestmark = pytest.mark.slow
+
 WORLD = 8
 MESHES = {
     f"{dp}x{tp}x{pp}": Mesh(dp=dp, tp=tp, pp=pp)

@@ -67,6 +67,7 @@ def test_worker_processes_learn_bit_for_bit_what_one_process_learns(name: str, t
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", ["ppo", "safe-rlhf", "ppo-cartpole"])
+@pytest.mark.slow
 def test_several_workers_of_each_role_change_the_last_digits_alone(name: str, tmp_path: Path) -> None:
     """Of the first optimizer step: AdamW, whose steps have one size whatever the gradient's, makes more of them."""
     data = with_keys(METHODS[name], train={"steps": 1, "minibatches": 1})
@@ -79,6 +80,7 @@ def test_several_workers_of_each_role_change_the_last_digits_alone(name: str, tm
     assert steps == pytest.approx({key: local[key] for key in steps}, rel=2e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sampler_elsewhere_draws_from_the_newest_weights(tmp_path: Path) -> None:
     data = with_keys(REVERSE, train__steps=3)
     pools = {"learn": 1, "draw": 1}
@@ -95,6 +97,7 @@ def test_a_checkpoint_goes_on_with_another_placement(tmp_path: Path) -> None:
     assert learned(whole) == learned(parts)
 
 
+@pytest.mark.slow
 def test_environments_go_on_in_another_number_of_workers(tmp_path: Path) -> None:
     data = with_keys(CARTPOLE, checkpoint={"every": 2})
     two = {**split(data), "placement": {"pools": {"train": 2, "rest": 1}, "roles": {"actor": "train", "critic": "rest"}}}
@@ -136,6 +139,7 @@ def assert_near(one: Path, other: Path, steps: int) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", CUT)
+@pytest.mark.slow
 def test_models_cut_over_meshes_learn_what_whole_ones_learn(name: str, tmp_path: Path) -> None:
     local = run(CUT[name][0], tmp_path / "local", train__steps=3)
     processes = run(cut(name), tmp_path / "ray", train__steps=3)
@@ -144,6 +148,7 @@ def test_models_cut_over_meshes_learn_what_whole_ones_learn(name: str, tmp_path:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_checkpoint_of_a_mesh_goes_on_on_others(tmp_path: Path) -> None:
     """From tp 2 x pp 2 to dp 2 x pp 2, and to one process, which write the same model."""
     data = with_keys(CUT["grpo"][0], checkpoint={"every": 2}, evaluation__every=2)
@@ -166,6 +171,7 @@ def test_a_checkpoint_of_a_mesh_goes_on_on_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_memory_is_flat_over_a_hundred_steps(tmp_path: Path) -> None:
     run(on_ray(REVERSE, {"main": 2}), tmp_path / "run", train__steps=100)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -220,6 +226,7 @@ def test_without_ray_the_extra_is_named(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_two_jobs_on_one_machine_don_t_meet(tmp_path: Path) -> None:
     """The second starts a Ray of its own beside the one that the other tests use."""
     path = written(tmp_path, {**split(REVERSE), "runtime": {"kind": "ray", "slots": 2}})

@@ -19,6 +19,7 @@ ZERO = with_keys(TWO, actor__mesh={"shard": "zero1"})
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.slow
 def test_grpo_on_two_workers_learns_the_same_with_shared_out_states(tmp_path: Path) -> None:
     runs = [run(data, tmp_path / name) for name, data in (("none", TWO), ("zero1", ZERO))]
     none, zero = (learned(path) for path in runs)

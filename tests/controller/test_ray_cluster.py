@@ -14,6 +14,8 @@ from ray_workers import Maker, role
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 
+pytestmark = pytest.mark.slow
+
 ROW_BYTES, ROWS = 250_000, 20
 
 

@@ -37,6 +37,8 @@ from hybridflow.workers.optimizer import MOMENTS, Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode, owned_of, sharded_bytes, share_out
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 MESHES = {
     "dp2": Mesh(dp=2),
