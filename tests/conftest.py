@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-import ray
 import torch
 
 from hybridflow.cli import main
@@ -114,6 +113,8 @@ def real_model() -> Path:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray of 8 slots on this machine, started once; runtimes join it. Its workers can import ``ray_workers``."""
+    import ray  # here: other environments run some of the tests, too
+
     quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_IGNORE_UNHANDLED_ERRORS="1")
     workers = str(Path(__file__).parent / "controller")
