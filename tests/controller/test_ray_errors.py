@@ -40,10 +40,17 @@ def make_runtime(*nodes: int) -> RayRuntime:
     return RayRuntime(placement, address=None, slots=8, threads=1, timeout_s=60, gpus=False)
 
 
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids: list[int]) -> bool:
     """Whether these processes end within two seconds."""
     end = time.monotonic() + 2
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+    while any(lives(pid) for pid in pids):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
