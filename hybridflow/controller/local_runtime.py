@@ -7,15 +7,16 @@ it declared to write, one row for each row unless it makes its own, and every ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
+from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ContractError
 from hybridflow.core.metrics import Metrics, Span
-from hybridflow.core.roles import Drained, Role, Verb, WorkerContext, is_control, verb_of
+from hybridflow.core.roles import Drained, Role, Verb, WorkerContext, is_control
 
-__all__ = ["LocalRuntime", "check_reads"]
+__all__ = ["LocalRuntime"]
 
 W = TypeVar("W")
 
@@ -25,16 +26,16 @@ class LocalRuntime:
 
     def __init__(self) -> None:
         self._workers: dict[str, Any] = {}
+        self._contexts: dict[str, WorkerContext] = {}
         self._metrics, self._spans = Metrics(), list[Span]()
 
     def role(self, role: Role[W], /) -> W:
         """Build the role's worker; the handle has the worker's own type."""
         if role.name in self._workers:
             raise ContractError(f"two roles are called {role.name!r}")
-        context = WorkerContext()
-        worker = role.worker(context, **role.args)
-        self._workers[role.name] = worker
-        return cast(W, _Handle(self, role, worker, context))
+        context = self._contexts[role.name] = WorkerContext()
+        self._workers[role.name] = role.worker(context, **role.args)
+        return cast(W, Handle(self, role))
 
     def share(self, learner: str, sampler: str) -> None:
         """Let the sampler read the learner's networks in place: no copy, nothing to publish."""
@@ -46,21 +47,26 @@ class LocalRuntime:
     def ready(self) -> None:
         """Roles are built when they are named."""
 
-    def call(self, handle: _Handle, name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
-        role = handle.role
+    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+        """Call the worker, on the columns that the verb reads alone, and hold it to what it declares to write."""
         reads, writes = role.columns_of(verb, arguments)
         where = f"{role.name}.{name}"
         check_reads(where, reads, batch)
         start = time.perf_counter()
-        new = getattr(handle.worker, name)(batch.select(reads), *arguments)
+        new = getattr(self._workers[role.name], name)(batch.select(reads), *arguments)
         self._spans.append(Span(where, verb.kind, start, time.perf_counter() - start))
-        self._metrics.merge(handle.context.metrics, prefix=f"{role.name}/")
-        handle.context.metrics.clear()
+        metrics = self._contexts[role.name].metrics
+        self._metrics.merge(metrics, prefix=f"{role.name}/")
+        metrics.clear()
         if set(new.columns) != set(writes):
             raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(writes)}")
         renamed = {role.rename.get(column, column): values for column, values in new.columns.items()}
         out = Batch(renamed, len(new)).freeze()
         return out if verb.rows == "new" else batch.with_columns(**out.columns)
+
+    def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> Any:
+        """Control methods pass straight through."""
+        return getattr(self._workers[role.name], name)(*arguments)
 
     def drain(self) -> Drained:
         """Metrics and spans since the last drain."""
@@ -85,28 +91,5 @@ class LocalRuntime:
         self._workers.clear()
 
 
-def check_reads(where: str, reads: Sequence[str], batch: Batch) -> None:
-    """ContractError if ``batch`` lacks a column that the call ``where`` reads."""
-    missing = [column for column in reads if column not in batch]
-    if missing:
-        raise ContractError(f"{where} reads {', '.join(missing)}; the batch has {', '.join(sorted(batch.columns))}")
-
-
 def _has_state(worker: Any) -> bool:
     return is_control(getattr(type(worker), "state_dict", None))
-
-
-class _Handle:
-    """Looks like the worker: verbs go through the runtime's checks, control methods pass straight through."""
-
-    def __init__(self, runtime: LocalRuntime, role: Role[Any], worker: Any, context: WorkerContext) -> None:
-        self.runtime, self.role, self.worker, self.context = runtime, role, worker, context
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(type(self.worker), name, None)
-        verb = verb_of(method)
-        if verb is not None:
-            return lambda batch, *arguments: self.runtime.call(self, name, verb, batch, arguments)
-        if is_control(method):
-            return cast(Callable[..., Any], getattr(self.worker, name))
-        raise AttributeError(f"role {self.role.name!r} has no verb {name!r}")

@@ -97,7 +97,6 @@ class Call:
     role: str
     verb: str
     arguments: tuple[Any, ...]
-    reads: tuple[str, ...]
     writes: tuple[str, ...]
     outputs: Sequence[OutputRefs]
     columns: Mapping[str, tuple[tuple[tuple[int, str], ...], Places | None]]

@@ -23,7 +23,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from hybridflow.controller.local_runtime import check_reads
+from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
 from hybridflow.controller.ray_group import WorkerGroup, connect, reserve
@@ -33,7 +33,7 @@ from hybridflow.core.columns import Held, Lazy, Loaded, Source
 from hybridflow.core.errors import ContractError, HybridFlowError, UserError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Placement, Rows
-from hybridflow.core.roles import Drained, Role, Verb, control_protocol, is_control, verb_of
+from hybridflow.core.roles import Drained, Role, Verb, control_protocol, is_control
 
 __all__ = ["RayRuntime"]
 
@@ -118,7 +118,7 @@ class RayRuntime:
         group = self._group(role.name)
         for rank, process in enumerate(group.processes):
             self._track(process.add.remote(shipped, mesh), _Task(role.name, f"{role.name}: start", group, rank, _ignore))
-        return cast(W, _Handle(self, role))
+        return cast(W, Handle(self, role))
 
     def mesh(self, role: Role[Any]) -> Mesh:
         return self.placement.mesh_of(role.name, role.max_workers)
@@ -210,7 +210,7 @@ class RayRuntime:
                 parts.append((list(outputs).index(id(refs)), there))
             columns[name] = tuple(parts), lazy.places
         only = [refs.only(read[key]) for key, refs in outputs.items()]
-        return Call(role, verb, arguments, tuple(columns), tuple(writes), only, columns, batch.known_rows)
+        return Call(role, verb, arguments, tuple(writes), only, columns, batch.known_rows)
 
     def _references(self, source: Source, name: str) -> OutputRefs:
         """Where the values of a source are; a column of the driver is stored once a step."""
@@ -433,22 +433,6 @@ class _Source:
 
     def load(self, name: str, rows: Rows | None, /) -> Loaded:
         return self._output.load(name, rows)
-
-
-class _Handle:
-    """Looks like the worker: verbs return at once, control methods when they are done."""
-
-    def __init__(self, runtime: RayRuntime, role: Role[Any]) -> None:
-        self.runtime, self.role = runtime, role
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.role.worker, name, None)
-        verb = verb_of(method)
-        if verb is not None:
-            return lambda batch, *arguments: self.runtime.call(self.role, name, verb, batch, arguments)
-        if is_control(method):
-            return lambda *arguments: self.runtime.control(self.role, name, method, arguments)
-        raise AttributeError(f"role {self.role.name!r} has no verb {name!r}")
 
 
 def _ignore(result: Any) -> None:

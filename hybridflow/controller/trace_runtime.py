@@ -8,19 +8,19 @@ Shapes are means: a response is as long as the workload says, and every row of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from hybridflow.controller.local_runtime import check_reads
+from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.core.batch import Batch, Column
 from hybridflow.core.errors import ContractError
 from hybridflow.core.fields import FIELDS, Axis
 from hybridflow.core.graph import Call, Edge, Graph
 from hybridflow.core.metrics import Metrics
-from hybridflow.core.roles import Drained, Fn, Role, Verb, is_control, verb_of
+from hybridflow.core.roles import Drained, Fn, Role, Verb
 from hybridflow.core.traced import Part, Traced
 
 __all__ = ["TraceRuntime", "Workload"]
@@ -52,7 +52,7 @@ class TraceRuntime:
         if role.name in self.roles:
             raise ContractError(f"two roles are called {role.name!r}")
         self.roles[role.name] = role
-        return cast(W, _Handle(self, role))
+        return cast(W, Handle(self, role))
 
     def share(self, learner: str, sampler: str, /) -> None:
         """``shared[sampler]`` is the learner whose networks it reads."""
@@ -97,6 +97,9 @@ class TraceRuntime:
         self.graph.calls[-1] = replace(self.graph.calls[-1], protocol=verb.protocol.name)
         return new if verb.rows == "new" else batch.with_columns(**new.columns)
 
+    def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> None:
+        """There is no worker, so nothing happens."""
+
     @property
     def _number(self) -> int:
         """Of the call that is being made."""
@@ -136,19 +139,3 @@ def _entries(batch: Batch, axis: Axis) -> float:
 def _steps(batch: Batch, axis: Axis) -> float:
     """Mean entries of a row."""
     return _entries(batch, axis) / max(len(batch), 1)
-
-
-class _Handle:
-    """Looks like the worker: verbs are recorded, control methods do nothing, for there is no worker."""
-
-    def __init__(self, runtime: TraceRuntime, role: Role[Any]) -> None:
-        self.runtime, self.role = runtime, role
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.role.worker, name, None)
-        verb = verb_of(method)
-        if verb is not None:
-            return lambda batch, *arguments: self.runtime.call(self.role, name, verb, batch, arguments)
-        if is_control(method):
-            return lambda *_: None
-        raise AttributeError(f"role {self.role.name!r} has no verb {name!r}")

@@ -5,7 +5,7 @@
 
 One table of names serves both directions. Ours fuses q, k, v and gate, up; theirs are row slices of ours, so both
 directions go through views and neither holds a second copy of the model. A decoder that holds a ``Part`` takes its slices
-of the tensors as they stream by; ``full_state`` joins the slices again, one tensor at a time.
+of the tensors as they stream by.
 """
 
 import errno
@@ -30,13 +30,11 @@ from hybridflow.models.decoder import Decoder, Part
 from hybridflow.models.layout import decoder_shards
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
 from hybridflow.parallel.shard import Shard
-from hybridflow.parallel.tensor import join
 
 __all__ = [
     "decoder_sizes",
     "disk_space",
     "empty_decoder",
-    "full_state",
     "hf_config",
     "hf_state",
     "is_reward_model",
@@ -285,7 +283,6 @@ class _Piece(NamedTuple):
     dim: int
     cut: range
     place: range
-    owned: bool
 
     def of(self, slices: Tensor) -> Tensor:
         """A view of what is here."""
@@ -299,10 +296,10 @@ def _pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> Iterator[_Piece]:
         theirs = _NAMES[module]
         sizes = _rows(spec, module, shard.shape[0])
         start, prefix = 0, f"model{path}." if path else ""
-        for name, (cut, place, owned), size in zip(theirs, shard.places, sizes, strict=True):
+        for name, (cut, place, _), size in zip(theirs, shard.places, sizes, strict=True):
             shape = (size, *shard.shape[1:])
             here = range(cut.start - start, cut.stop - start)
-            yield _Piece(f"{prefix}{name}.{kind}", parameter, shape, shard.dim, here, place, owned)
+            yield _Piece(f"{prefix}{name}.{kind}", parameter, shape, shard.dim, here, place)
             start += size
 
 
@@ -320,29 +317,6 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     own = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     for piece in _pieces(decoder.spec, decoder.shards):
         yield piece.name, piece.of(own[piece.parameter])
-
-
-@torch.no_grad()
-def full_state(decoder: Decoder, slices: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every weight of this pipeline stage, joined from the slices of all ranks.
-
-    Every rank of the decoder's ``part.tp`` goes through all of it. One tensor is joined at a time: drop it before the next.
-    A stage's copy of an embedding on another stage is left out. ``slices``: other tensors that are cut as the parameters
-    are, by their names, such as an optimizer's moments; some may be missing, the same ones everywhere.
-    """
-    part, spec = decoder.part, decoder.spec
-    own = dict(decoder.named_parameters()) if slices is None else slices
-    ranks = [decoder_shards(spec, index, part.tp.size) for index in range(part.tp.size)]
-    tables = [_pieces(spec, {name: table[name] for name in decoder.shards}) for table in ranks]
-    for everywhere in zip(*tables, strict=True):
-        piece = everywhere[part.tp.index]
-        if piece.parameter not in own or (piece.parameter.startswith("embed.") and not part.first):
-            continue
-        tensor = piece.of(own[piece.parameter].detach())
-        if len(piece.cut) < piece.shape[piece.dim]:
-            sizes = [len(there.cut) * there.owned for there in everywhere]
-            tensor = join(part.tp, tensor if piece.owned else tensor.narrow(piece.dim, 0, 0), piece.dim, sizes)
-        yield piece.name, tensor
 
 
 @torch.no_grad()
@@ -469,7 +443,7 @@ def save_decoder(
     ResourceError: the disk is full; ContractError: the decoder holds only a part of the model.
     """
     if decoder.shards != decoder_shards(decoder.spec):
-        raise ContractError(f"{folder}: the decoder holds {decoder.part} of the model; join its full_state first")
+        raise ContractError(f"{folder}: the decoder holds {decoder.part} of the model; let its learner export it")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: exists already; choose another folder or remove it")
     config, weights = _merged_config(decoder, copy_from), [*hf_state(decoder)]

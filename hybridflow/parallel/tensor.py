@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.shard import Shard, lengths
 
-__all__ = ["Region", "VocabShard", "gradient_norm", "join", "sum_shared", "take"]
+__all__ = ["Region", "VocabShard", "gradient_norm", "sum_shared", "take"]
 
 Collective = Callable[[Tensor], Tensor]
 
@@ -129,11 +129,6 @@ def take(full: Tensor, shard: Shard) -> Tensor:
     if shard.whole:
         return full
     return torch.cat([full.narrow(shard.dim, cut.start, len(cut)) for cut in shard.ranges], dim=shard.dim)
-
-
-def join(line: Line, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts that the ranks own, ``sizes`` along ``dim``, in their order: on every rank."""
-    return line.all_gather(part.transpose(0, dim), sizes).transpose(0, dim)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import forward_only, one_f_one_b
 from hybridflow.parallel.shard import Shard
+from hybridflow.parallel.tensor import take
 
 __all__ = ["WHOLE", "Cut", "Lines", "run_microbatches"]
 
@@ -108,10 +109,7 @@ class Cut:
 
     def take(self, name: str, full: Tensor) -> Tensor:
         """The slice of a full tensor, of the parameter ``name`` or of its optimizer."""
-        shard = self.shards[name]
-        return (
-            full if shard.whole else torch.cat([full.narrow(shard.dim, r.start, len(r)) for r in shard.ranges], shard.dim)
-        )
+        return take(full, self.shards[name])
 
     @torch.no_grad()
     def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def test_a_verb_sees_what_it_reads_and_adds_what_it_writes() -> None:
     out = worker.double(batch())
     assert out["greedy_scores"].tolist() == [2.0, 4.0]
     assert set(out.columns) == {"scores", "terminated", "greedy_scores"}
-    assert worker.worker.seen == ("scores",)  # type: ignore[attr-defined]
+    assert runtime._workers["twice"].seen == ("scores",)
 
 
 def test_new_rows_replace_the_batch_and_control_passes_through() -> None:

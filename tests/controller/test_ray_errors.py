@@ -157,7 +157,7 @@ def test_workers_are_held_to_what_they_declare(verb: str, writes: tuple[str, ...
     process.add(role("p0", Troubled), Mesh())
     refs = OutputRefs("driver", [describe(IDS, np.arange(4), 4, "", ("", 0))], {"sample_id": [IDS["sample_id"]]})
     places = Places(np.zeros(4, np.int32), np.arange(4))
-    call = Call("p0", verb, (), ("sample_id",), writes, [refs], {"sample_id": (((0, "sample_id"),), places)}, 4)
+    call = Call("p0", verb, (), writes, [refs], {"sample_id": (((0, "sample_id"),), places)}, 4)
     with pytest.raises((ContractError, WorkerError), match=message):
         process.call(call)
 

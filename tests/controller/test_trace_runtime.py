@@ -109,12 +109,12 @@ class Recording(LocalRuntime):
 
     happened: list[Happened]
 
-    def call(self, handle: Any, name: str, verb: Any, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
-        out = super().call(handle, name, verb, batch, arguments)
-        reads, writes = handle.role.columns_of(verb, arguments)
-        new = out.select([handle.role.rename.get(column, column) for column in writes])
+    def call(self, role: Any, name: str, verb: Any, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+        out = super().call(role, name, verb, batch, arguments)
+        reads, writes = role.columns_of(verb, arguments)
+        new = out.select([role.rename.get(column, column) for column in writes])
         seen = num_bytes(batch.select(reads))
-        self.happened.append(Happened(f"{handle.role.name}.{name}", verb.kind, len(out), seen, num_bytes(new)))
+        self.happened.append(Happened(f"{role.name}.{name}", verb.kind, len(out), seen, num_bytes(new)))
         return out
 
 

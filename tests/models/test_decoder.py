@@ -107,6 +107,6 @@ def test_stages_one_after_another_are_the_whole(kind: str, tied: bool, parts: tu
 
 
 def test_a_part_is_not_saved_as_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=r"holds Part.*join its full_state first"):
+    with pytest.raises(ContractError, match=r"holds Part.*let its learner export it"):
         save_decoder(Decoder(SPEC, STAGES[0]), tmp_path / "model")
     save_decoder(Decoder(SPEC, Part(range(3))), tmp_path / "model")

@@ -24,11 +24,12 @@ from hybridflow.core.seeding import torch_generator
 from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights, sum_tied
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward, network_shards
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import full_state, hf_state, load_decoder, save_decoder
+from hybridflow.models.weights import load_decoder, save_decoder
 from hybridflow.ops.log_probs import log_probs_and_entropy
 from hybridflow.parallel.mesh import ALONE, Line, ProcessMesh
 from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import VocabShard, gradient_norm, sum_shared, take
+from hybridflow.workers.parts import Cut, Lines
 
 MOST = 4
 SPECS = {
@@ -160,12 +161,14 @@ def model(mesh: ProcessMesh, name: str, folder: Path) -> dict[str, bool]:
     init_weights(whole, torch.Generator().manual_seed(3))
     fresh, loaded = Decoder(spec, part), load_decoder(folder / name, part=part)
     init_weights(fresh, torch.Generator().manual_seed(3))
-    moments = {key: x.detach() * 2 for key, x in loaded.named_parameters() if "norm" not in key}
+    network, full = TextPolicy(loaded), dict(TextPolicy(stored).named_parameters())
+    cut = Cut(network, Lines(tp=mesh.tp))
+    moments = {key: x.detach() * 2 for key, x in network.named_parameters() if "norm" not in key}
     return {
         "init": same(fresh.named_parameters(), slices(whole, fresh)),
         "load": same(loaded.named_parameters(), slices(stored, loaded)),
-        "gather": same(full_state(loaded), hf_state(stored)),
-        "moments": same(full_state(loaded, moments), ((key, 2 * x) for key, x in hf_state(stored) if "norm" not in key)),
+        "gather": same(cut.full(dict(network.named_parameters())).items(), full.items()),
+        "moments": same(cut.full(moments).items(), ((key, 2 * x) for key, x in full.items() if "norm" not in key)),
     }
 
 
