@@ -17,7 +17,7 @@ this process holds. n = N tokens, or those of this rank with sequence parallelis
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridflow.models.layout import decoder_shards, local_spec
+from hybridflow.models.layout import Fused, decoder_shards, fused_rows, local_spec
 from hybridflow.models.spec import DecoderSpec, RopeScaling
 from hybridflow.ops.linear import linear
 from hybridflow.parallel.mesh import ALONE, Line
@@ -49,6 +49,9 @@ class Part:
     The ``first`` pipeline stage has the embedding, the ``last`` the final norm and, if ``head``, the head's matrix. A head
     that is tied to an embedding on another stage is a copy of it, see ``sum_tied``. With ``sequence_parallel`` the ranks
     of ``tp`` cut the tokens among them where they would all do the same with them.
+
+    With ``pieces`` k each slice is stored as k smaller ones, those of ranks index k to (index + 1) k - 1 of a line of
+    tp.size k: what they hold while training, see ``models.layout``.
     """
 
     layers: range | None = None
@@ -57,12 +60,14 @@ class Part:
     head: bool = True
     tp: Line = ALONE
     sequence_parallel: bool = False
+    pieces: int = 1
 
 
 class Decoder(nn.Module):
     """The transformer without its head. ``lm_head`` is None when the head is tied to the embedding.
 
-    ``embed`` and ``norm`` are None on pipeline stages without them. ``shards``: what each parameter is of the full one.
+    ``embed`` and ``norm`` are None on pipeline stages without them. ``shards``: what each parameter is of the full one;
+    ``local``: the sizes of the slices, as they are computed with.
     Raises UserError: ``part.tp`` has more ranks than the model has heads.
     """
 
@@ -72,14 +77,15 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, part: Part | None = None) -> None:
         super().__init__()
         self.spec, self.part = spec, part or Part()
-        tp = self.part.tp
-        self.local, self.region = local_spec(spec, tp.index, tp.size), Region(tp, self.part.sequence_parallel)
+        tp, pieces = self.part.tp, self.part.pieces
+        self.local, self.region = local_spec(spec, tp.index, tp.size, pieces), Region(tp, self.part.sequence_parallel)
+        fused = fused_rows(spec, tp.index, tp.size, pieces)
         self.shards = part_shards(spec, self.part)
         vocabulary, size = self.local.vocab_size, spec.hidden_size
         self.register_module("embed", nn.Embedding(vocabulary, size) if "embed.weight" in self.shards else None)
         self.layers = nn.ModuleList()
         for index in self.part.layers if self.part.layers is not None else range(spec.num_layers):
-            self.layers.add_module(str(index), Layer(self.local, index, self.region))
+            self.layers.add_module(str(index), Layer(self.local, index, self.region, fused))
         self.register_module("norm", RMSNorm(size, spec.norm_eps) if self.part.last else None)
         self.lm_head = Linear(size, vocabulary, bias=False) if "lm_head.weight" in self.shards else None
         self.activation_checkpointing = False
@@ -93,8 +99,8 @@ class Decoder(nn.Module):
         A later pipeline stage takes, instead of tokens, what the stage before returns: [n, D] before the last layer, see
         ``num_states``. The ranks of ``part.tp`` all take the same and return the same, and expect the same gradient.
         """
-        cos, sin = self.rope(positions)
         x = self.embedded(inputs) if self.part.first else inputs
+        cos, sin = self.rope(positions, x.dtype)
         for layer in self.layers:
             wanted = outputs if layer.index == self.spec.num_layers - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -133,29 +139,28 @@ class Decoder(nn.Module):
         """[V, D]: logits are ``hidden @ head_weight.T``; on the last pipeline stage."""
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, 1, E] of the positions, in the dtype of the weights; tables grow as needed."""
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [N, 1, E] of the positions; tables grow as needed."""
         longest = int(positions.max()) + 1 if len(positions) else 0
         if longest > len(self._cos) or self._cos.device != positions.device:
             self._cos, self._sin = rope_tables(self.spec, max(longest, 2 * len(self._cos)), positions.device)
-        dtype = self.anchor.dtype
         return self._cos[positions, None].to(dtype), self._sin[positions, None].to(dtype)
 
 
 class Layer(nn.Module):
     """Attention and gated MLP, each behind a norm and a residual; ``spec`` says the sizes of the slices that are here."""
 
-    def __init__(self, spec: DecoderSpec, index: int, region: Region) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, region: Region, fused: tuple[Fused, Fused]) -> None:
         super().__init__()
         self.index, self.spec, self.region = index, spec, region
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q = spec.num_heads * spec.head_dim
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.qkv = Linear(spec.hidden_size, q + 2 * kv, bias=spec.qkv_bias)
+        self.qkv = FusedLinear(spec.hidden_size, fused[0], bias=spec.qkv_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.out = _summed_linear(q, spec.hidden_size, spec.output_bias, region)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.gate_up = FusedLinear(spec.hidden_size, fused[1], bias=spec.mlp_bias)
         self.down = _summed_linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias, region)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, outputs: Tensor | None) -> Tensor:
@@ -184,6 +189,24 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
+    """A linear layer whose outputs are stored in another order than they are used in."""
+
+    def __init__(self, inputs: int, fused: Fused, bias: bool) -> None:
+        super().__init__(inputs, fused.rows, bias)
+        self.order = fused.order
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return self.ordered(out, -1) if self.order else out
+
+    def ordered(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Stored rows, or outputs, of which there is one each along ``dim``, in the order in which they are used."""
+        if not self.order:
+            return x
+        return torch.cat([x.narrow(dim, run.start, len(run)) for run in self.order], dim)
 
 
 class SummedLinear(Linear):
@@ -280,14 +303,25 @@ def part_shards(spec: DecoderSpec, part: Part) -> dict[str, Shard]:
     layers = range(spec.num_layers) if part.layers is None else part.layers
     copied = part.last and part.head and spec.tied and not part.first
     there = {"embed": part.first or copied, "norm": part.last, "lm_head": part.last and part.head}
+    size, first = part.tp.size * part.pieces, part.tp.index * part.pieces
+    tables = [decoder_shards(spec, first + piece, size, part.sequence_parallel) for piece in range(part.pieces)]
     shards = {
-        name: shard
-        for name, shard in decoder_shards(spec, part.tp.index, part.tp.size, part.sequence_parallel).items()
+        name: _behind([table[name] for table in tables])
+        for name in tables[0]
         if (int(name.split(".")[1]) in layers if name.startswith("layers.") else there[name.split(".")[0]])
     }
     if copied:
-        shards["embed.weight"] = replace(shards["embed.weight"], owned=(False,))
+        shards["embed.weight"] = replace(shards["embed.weight"], owned=(False,) * len(shards["embed.weight"].ranges))
     return shards
+
+
+def _behind(pieces: Sequence[Shard]) -> Shard:
+    """Slices of one parameter as one, the pieces one behind the other; a whole parameter is there once."""
+    first = pieces[0]
+    if first.whole:
+        return first
+    ranges = tuple(cut for piece in pieces for cut in piece.ranges)
+    return replace(first, ranges=ranges, owned=tuple(own for piece in pieces for own in piece.owned))
 
 
 def sum_tied(decoder: Decoder, gradients: Mapping[str, Tensor], pp: Line) -> None:

@@ -8,16 +8,24 @@
 
 Everything is cut at i n // size, so nothing has to divide. With fewer key-value heads than ranks, the ranks are dealt to
 the key-value heads instead, and those of one head keep a copy of it each and share its query heads.
+
+While generating, a rank of a line may hold what ``pieces`` neighbours hold while training, one behind the other, so that
+its own training slice is a part of what it reads:
+
+    qkv   [q0 k0 v0 | q1 k1 v1]       gate_up  [gate0 up0 | gate1 up1]       all others lie as in one slice
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
 
 from hybridflow.core.errors import UserError
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.parallel.shard import Shard, cuts
+from hybridflow.parallel.shard import Shard, cuts, lengths
 
-__all__ = ["decoder_shards", "head_cut", "local_spec"]
+__all__ = ["Fused", "decoder_shards", "fused_rows", "head_cut", "local_spec"]
 
 
 def head_cut(spec: DecoderSpec, index: int, size: int) -> tuple[range, range, bool]:
@@ -41,17 +49,78 @@ def head_cut(spec: DecoderSpec, index: int, size: int) -> tuple[range, range, bo
     return range(head * group + share.start, head * group + share.stop), range(head, head + 1), index == ranks.start
 
 
-def local_spec(spec: DecoderSpec, index: int, size: int) -> DecoderSpec:
-    """The sizes of a rank's slices; those of the full model where nothing is cut."""
-    heads, kv_heads, _ = head_cut(spec, index, size)
+def local_spec(spec: DecoderSpec, index: int, size: int, pieces: int = 1) -> DecoderSpec:
+    """The sizes of a rank's slices, as they are computed with; those of the full model where nothing is cut."""
     neurons, tokens = cuts(spec.intermediate_size, size)[index], cuts(spec.vocab_size, size)[index]
     return replace(
         spec,
-        num_heads=len(heads),
-        num_kv_heads=len(kv_heads),
+        num_heads=sum(len(heads) for heads, _, _ in _pieces(spec, index, size, pieces)),
+        num_kv_heads=len(_read_kv_heads(spec, index, size, pieces)),
         intermediate_size=len(neurons),
         vocab_size=len(tokens),
     )
+
+
+def _pieces(spec: DecoderSpec, index: int, size: int, pieces: int) -> list[tuple[range, range, bool]]:
+    """The ``head_cut`` of each."""
+    return [head_cut(spec, number, size * pieces) for number in range(index * pieces, (index + 1) * pieces)]
+
+
+def _read_kv_heads(spec: DecoderSpec, index: int, size: int, pieces: int) -> list[int]:
+    """The key-value heads that attention reads, each once: equally many query heads, in their order, belong to each.
+
+    Where the query heads of a key-value head are spread over ranks, a rank can have more of one than of another; then
+    the former is read, and cached, several times.
+    """
+    queries = Counter[int]()
+    for heads, kv_heads, _ in _pieces(spec, index, size, pieces):
+        queries.update({head: len(heads) // len(kv_heads) for head in kv_heads})
+    group = gcd(*queries.values())
+    return [head for head, count in queries.items() for _ in range(count // group)]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused weight of a rank: how many ``rows`` are stored, and in which ``order`` they are read, () for as they lie.
+
+    Stored copies of a key-value head are read once, see ``_read_kv_heads``.
+    """
+
+    rows: int
+    order: tuple[range, ...] = ()
+
+
+def fused_rows(spec: DecoderSpec, index: int, size: int, pieces: int = 1) -> tuple[Fused, Fused]:
+    """Of qkv and gate_up."""
+    found, end = list[tuple[range, range, range]](), 0  # q, k, v of each piece
+    places = dict[int, tuple[range, range]]()  # k, v of each key-value head
+    for heads, kv_heads, _ in _pieces(spec, index, size, pieces):
+        sizes = [len(heads), len(kv_heads), len(kv_heads)]
+        starts = [end + offset for offset in accumulate([0, *sizes])]
+        q, k, v = (range(start, start + count) for start, count in zip(starts, sizes, strict=False))
+        found.append((q, k, v))
+        for head, key, value in zip(kv_heads, k, v, strict=True):
+            places.setdefault(head, (range(key, key + 1), range(value, value + 1)))
+        end = starts[-1]
+    read = [places[head] for head in _read_kv_heads(spec, index, size, pieces)]
+    order = [*(q for q, _, _ in found), *(key for key, _ in read), *(value for _, value in read)]
+    qkv = _fused(end * spec.head_dim, (_scaled(place, spec.head_dim) for place in order))
+    widths = lengths(spec.intermediate_size, size * pieces)[index * pieces : (index + 1) * pieces]
+    begins = [2 * start for start in accumulate([0, *widths])]
+    gates = [range(start, start + width) for start, width in zip(begins, widths, strict=False)]
+    ups = [range(gate.stop, gate.stop + len(gate)) for gate in gates]
+    return qkv, _fused(begins[-1], [*gates, *ups])
+
+
+def _fused(rows: int, order: Iterable[range]) -> Fused:
+    """With neighbours as one range."""
+    runs = list[range]()
+    for place in order:
+        if runs and runs[-1].stop == place.start:
+            runs[-1] = range(runs[-1].start, place.stop)
+        else:
+            runs.append(place)
+    return Fused(rows, () if runs == [range(rows)] else tuple(runs))
 
 
 def decoder_shards(spec: DecoderSpec, index: int = 0, size: int = 1, sequence_parallel: bool = False) -> dict[str, Shard]:

@@ -12,9 +12,11 @@ import errno
 import json
 import math
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -293,14 +295,13 @@ def _pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> Iterator[_Piece]:
     """What Hugging Face makes of each parameter."""
     for parameter, shard in shards.items():
         path, module, kind = ("." + parameter).rsplit(".", 2)
-        theirs = _NAMES[module]
-        sizes = _rows(spec, module, shard.shape[0])
-        start, prefix = 0, f"model{path}." if path else ""
-        for name, (cut, place, _), size in zip(theirs, shard.places, sizes, strict=True):
-            shape = (size, *shard.shape[1:])
-            here = range(cut.start - start, cut.stop - start)
-            yield _Piece(f"{prefix}{name}.{kind}", parameter, shape, shard.dim, here, place)
-            start += size
+        sizes, prefix = _rows(spec, module, shard.shape[0]), f"model{path}." if path else ""
+        starts = [0, *accumulate(sizes[:-1])]
+        for cut, place, _ in shard.places:
+            which = bisect_right(starts, cut.start) - 1
+            shape = (sizes[which], *shard.shape[1:])
+            here = range(cut.start - starts[which], cut.stop - starts[which])
+            yield _Piece(f"{prefix}{_NAMES[module][which]}.{kind}", parameter, shape, shard.dim, here, place)
 
 
 def _rows(spec: DecoderSpec, module: str, rows: int) -> list[int]:
@@ -326,20 +327,22 @@ def load_hf_state(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], where
     ``where`` names their origin in errors. Raises ModelError: a tensor is missing, unknown or of the wrong shape.
     """
     own = dict(decoder.named_parameters())
-    targets = {piece.name: piece for piece in _pieces(decoder.spec, decoder.shards)}
+    targets = dict[str, list[_Piece]]()
+    for piece in _pieces(decoder.spec, decoder.shards):
+        targets.setdefault(piece.name, []).append(piece)
     elsewhere = {piece.name for piece in _pieces(decoder.spec, decoder_shards(decoder.spec))} - targets.keys()
     for name, tensor in tensors:
-        target = targets.pop(name, None)
-        if target is None:
+        pieces = targets.pop(name, [])
+        if not pieces:
             if not (name in elsewhere or _redundant(name, decoder.spec)):
                 raise ModelError(
                     f"{where}: {name} is no weight of this {decoder.spec.family}; does config.json belong to it?"
                 )
-        elif tuple(tensor.shape) != target.shape:
-            sizes = f"is {list(tensor.shape)}, config.json says {list(target.shape)}"
+        elif tuple(tensor.shape) != pieces[0].shape:
+            sizes = f"is {list(tensor.shape)}, config.json says {list(pieces[0].shape)}"
             raise ModelError(f"{where}: {name} {sizes}; copy both files from one model")
-        else:
-            target.of(own[target.parameter]).copy_(tensor.narrow(target.dim, target.cut.start, len(target.cut)))
+        for piece in pieces:
+            piece.of(own[piece.parameter]).copy_(tensor.narrow(piece.dim, piece.cut.start, len(piece.cut)))
     if targets:
         some = ", ".join(sorted(targets)[:3])
         raise ModelError(f"{where}: {len(targets)} tensors are missing ({some}); copy the weights again")

@@ -70,6 +70,11 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad
         return (
             product(grad, weight) if need_x else None,
-            product(grad.T, x) if need_weight else None,
+            _weight_gradient(grad, x, weight) if need_weight else None,
             grad.sum(0) if need_bias else None,
         )
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """In the layout of the weight, in which autograd keeps it: of one that is stored transposed, too."""
+    return product(grad.T, x) if weight.is_contiguous() else product(x.T, grad).T

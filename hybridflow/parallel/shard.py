@@ -37,8 +37,9 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the full parameter."""
-        return sum(map(len, self.ranges)) == self.shape[self.dim]
+        """Whether it is the full parameter, in its order."""
+        ends = [0, *(cut.stop for cut in self.ranges)]
+        return ends[-1] == self.shape[self.dim] and ends[:-1] == [cut.start for cut in self.ranges]
 
     @property
     def places(self) -> list[tuple[range, range, bool]]:

@@ -15,6 +15,7 @@ from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weigh
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import hf_state, load_hf_state, save_decoder
+from hybridflow.parallel.tensor import take
 
 SPEC = DecoderSpec(
     family="qwen3",
@@ -110,3 +111,32 @@ def test_a_part_is_not_saved_as_the_model(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=r"holds Part.*let its learner export it"):
         save_decoder(Decoder(SPEC, STAGES[0]), tmp_path / "model")
     save_decoder(Decoder(SPEC, Part(range(3))), tmp_path / "model")
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (4, 1), (6, 3)])
+@pytest.mark.parametrize("pieces", [2, 3, 4])
+def test_a_decoder_in_pieces_is_the_whole(heads: tuple[int, int], pieces: int) -> None:
+    """Also where the key-value heads are fewer, or don't divide; values and gradients."""
+    spec = replace(SPEC, num_heads=heads[0], num_kv_heads=heads[1], qkv_bias=True, mlp_bias=True, tied=False)
+    tokens = torch.randint(0, 50, (17,), generator=torch.Generator().manual_seed(1))
+    attention, made = CausalAttention(LENGTHS), [Decoder(spec), Decoder(spec, Part(pieces=pieces))]
+    outs = []
+    for decoder in made:
+        init_weights(decoder, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                if name.endswith("bias"):
+                    full = torch.randn(decoder.shards[name].shape, generator=torch.Generator().manual_seed(3))
+                    parameter.copy_(take(full, decoder.shards[name]))
+        outs.append(decoder(tokens, attention.positions, attention))
+        outs[-1].square().sum().backward()
+    whole, cut = made
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+    assert cut.layers[0].qkv.weight.shape != whole.layers[0].qkv.weight.shape or pieces <= heads[1]
+    name = "layers.1.gate_up.weight"
+    parameters = [dict(decoder.named_parameters())[name] for decoder in made]
+    assert not torch.equal(*parameters)
+    torch.testing.assert_close(parameters[1].grad, take(parameters[0].grad, cut.shards[name]), rtol=1e-4, atol=1e-4)
+    again = Decoder(spec, cut.part)
+    load_hf_state(again, hf_state(whole))
+    assert all(torch.equal(x, y) for x, y in zip(again.parameters(), cut.parameters(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.core.errors import UserError
-from hybridflow.models.decoder import Decoder, Part
-from hybridflow.models.layout import decoder_shards, head_cut, local_spec
+from hybridflow.models.decoder import Decoder, Part, part_shards
+from hybridflow.models.layout import decoder_shards, fused_rows, head_cut, local_spec
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import cuts
@@ -76,6 +77,64 @@ def test_every_query_head_has_its_key_value_head(case: tuple[DecoderSpec, int]) 
             assert kv_heads[place // group] == head // (spec.num_heads // spec.num_kv_heads)
         seen += heads
     assert seen == [*range(spec.num_heads)]
+
+
+def parts(size: int) -> list[Part]:
+    """All that generate on a line of ``size`` ranks, each in pieces of one of them."""
+    widths = [width for width in range(1, size + 1) if size % width == 0]
+    return [Part(tp=Line(width, index), pieces=size // width) for width in widths for index in range(width)]
+
+
+@given(specs())
+@settings(max_examples=30, deadline=None)
+def test_a_part_in_pieces_is_the_slices_of_its_ranks(case: tuple[DecoderSpec, int]) -> None:
+    spec, size = case
+    for part in parts(size):
+        with torch.device("meta"):
+            stored = {name: tuple(p.shape) for name, p in Decoder(spec, part).named_parameters()}
+        tables = [decoder_shards(spec, part.tp.index * part.pieces + piece, size) for piece in range(part.pieces)]
+        for name, shard in part_shards(spec, part).items():
+            full = torch.randn(shard.shape)
+            slices = [take(full, table[name]) for table in tables]
+            expected = full if tables[0][name].whole else torch.cat(slices, shard.dim)
+            assert torch.equal(take(full, shard), expected) and stored[name] == expected.shape
+
+
+@given(specs())
+@settings(max_examples=30, deadline=None)
+def test_rows_of_pieces_are_read_in_order(case: tuple[DecoderSpec, int]) -> None:
+    spec, size = case
+    group, seen = spec.num_heads // spec.num_kv_heads, list[int]()
+    for part in parts(size):
+        local, place = local_spec(spec, part.tp.index, part.tp.size, part.pieces), (part.tp.index, part.tp.size)
+        shards, fused = part_shards(spec, part), fused_rows(spec, *place, part.pieces)
+        ids = []
+        for name, (rows, order) in zip(("qkv", "gate_up"), ((f.rows, f.order) for f in fused), strict=True):
+            shard = shards[f"layers.0.{name}.weight"]
+            stored = take(torch.arange(shard.shape[0])[:, None], replace(shard, shape=(shard.shape[0], 1)))[:, 0]
+            assert len(stored) == rows
+            ids.append(stored[torch.tensor([row for run in order or [range(rows)] for row in run])])
+        heads, kv = local.num_heads, local.num_kv_heads
+        read = ids[0].view(-1, spec.head_dim)[:, 0] // spec.head_dim
+        q, k, v = read.split([heads, kv, kv])
+        assert q.tolist() == [*range(q[0], q[0] + heads)]
+        assert torch.equal(k - spec.num_heads, v - spec.num_heads - spec.num_kv_heads)
+        assert (k - spec.num_heads).repeat_interleave(heads // kv).tolist() == (q // group).tolist()
+        gate, up = ids[1].split(local.intermediate_size)
+        assert torch.equal(up, gate + spec.intermediate_size) and torch.equal(gate, gate[0] + torch.arange(len(gate)))
+        seen += q.tolist()
+    assert Counter(seen) == dict.fromkeys(range(spec.num_heads), len({part.pieces for part in parts(size)}))
+
+
+def test_copies_of_a_key_value_head_are_read_once_where_query_heads_allow_it() -> None:
+    one_head = replace(SIZES, num_heads=4, num_kv_heads=1, head_dim=2, intermediate_size=6)
+    qkv, gate_up = fused_rows(one_head, 0, 1, 2)  # [q0 q1 k v | q2 q3 k v], [gate0 up0 | gate1 up1]
+    assert (qkv.rows, qkv.order) == (16, (range(4), range(8, 12), range(4, 8)))
+    assert (gate_up.rows, gate_up.order) == (12, (range(3), range(6, 9), range(3, 6), range(9, 12)))
+    assert local_spec(one_head, 0, 1, 2) == one_head
+    # Of 9/3 heads on 6 ranks, the first half has 3 query heads of one key-value head and 1 of the next.
+    assert local_spec(SIZES, 0, 2, 3).num_kv_heads == local_spec(SIZES, 0, 2, 3).num_heads == 4
+    assert fused_rows(SIZES, 1, 2)[0].order == ()
 
 
 def test_heads_are_cut_in_whole_groups() -> None:

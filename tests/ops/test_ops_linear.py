@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hybridflow.ops.linear import linear, product
+from hybridflow.ops.linear import linear, pack, product
 
 LARGE, SMALL = (64, 160, 128), (3, 5, 4)  # rows, inputs, outputs: above and below the size from which oneDNN is taken
 
@@ -69,3 +69,19 @@ def test_product_takes_transposed_views(sizes):
     x, weight, _, grad = (t.detach() for t in inputs(*sizes))
     for left, right in ((grad, weight), (grad.T, x), (x.T, grad), (x, weight.T)):
         torch.testing.assert_close(product(left, right).double(), left.double() @ right.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_stored_transposed_gives_the_same_and_keeps_its_layout(sizes, dtype):
+    x, weight, bias, grad = inputs(*sizes, dtype=dtype)
+    stored = weight.detach().T.contiguous().T.requires_grad_()
+    assert stored.stride() == (1, len(weight))
+    outs = [linear(x, w, bias) for w in (weight, stored)]
+    for out in outs:
+        out.backward(grad)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(stored.grad, weight.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    assert stored.grad.stride() == stored.stride()
+    with torch.no_grad():
+        assert torch.equal(linear(x, pack(stored)), linear(x, pack(weight)))
