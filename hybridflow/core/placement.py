@@ -26,10 +26,11 @@ Rows = NDArray[np.int64]
 class Mesh:
     """``dp x pp x tp`` ranks; rank = (d pp + p) tp + t, so tensor-parallel ranks are neighbours.
 
-    ``generation_tp`` and ``generation_pp``, which divide tp and pp, are how the same ranks generate: every data-parallel
-    block of pp tp ranks becomes pp tp / (generation_pp generation_tp) replicas of the model. Generation groups are strided,
-    so that the training shard of a rank is part of its generation shard: t = t_g tp / generation_tp + a and
-    p = p_g pp / generation_pp + b, where (a, b) says which replica of the block it belongs to (section 5.3).
+    ``generation_tp`` and ``generation_pp`` are how the same ranks generate: every data-parallel block of pp tp ranks
+    becomes pp tp / (generation_pp generation_tp) replicas of the model. Where they divide tp and pp the layouts are
+    ``nested``: generation groups are strided, so that the training shard of a rank is part of its generation shard:
+    t = t_g tp / generation_tp + a and p = p_g pp / generation_pp + b, where (a, b) says which replica of the block it
+    belongs to (section 5.3). Else the ranks of a replica are neighbours.
     """
 
     dp: int = 1
@@ -43,9 +44,12 @@ class Mesh:
             size = getattr(self, axis.name)
             if size is not None and size < 1:
                 raise ContractError(f"mesh: {axis.name} = {size}; expected at least one rank on every axis")
-        for size, generation, name in zip((self.tp, self.pp), self.generation, ("tp", "pp"), strict=True):
-            if size % generation:
-                raise ContractError(f"mesh {self}: generation_{name} = {generation} doesn't divide {name} = {size}")
+        generation_tp, generation_pp = self.generation
+        if self.tp * self.pp % (generation_tp * generation_pp):
+            raise ContractError(
+                f"mesh {self}: generation_tp x generation_pp = {generation_tp} x {generation_pp} = "
+                f"{generation_tp * generation_pp} doesn't divide tp x pp = {self.tp} x {self.pp} = {self.tp * self.pp}"
+            )
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -67,6 +71,12 @@ class Mesh:
         return tuple(rank for rank in range(self.size) if self.coordinates(rank)[1:] == (self.pp - 1, 0))
 
     @property
+    def nested(self) -> bool:
+        """Whether generation cuts are training cuts, so that no weight is held twice."""
+        generation_tp, generation_pp = self.generation
+        return self.tp % generation_tp == 0 and self.pp % generation_pp == 0
+
+    @property
     def num_replicas(self) -> int:
         """Copies of the model while generating (the paper's micro data-parallel size times dp)."""
         generation_tp, generation_pp = self.generation
@@ -74,9 +84,17 @@ class Mesh:
 
     def replica(self, rank: int) -> tuple[int, int, int]:
         """(replica, p_g, t_g): which copy of the model a rank belongs to while generating, and its place in that copy."""
+        if not self.nested:
+            return self.neighbouring_replica(rank)
         (d, p, t), (generation_tp, generation_pp) = self.coordinates(rank), self.generation
         stride_t, stride_p = self.tp // generation_tp, self.pp // generation_pp
         return (d * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
+
+    def neighbouring_replica(self, rank: int) -> tuple[int, int, int]:
+        """``replica`` if replicas were ranks in a row, as in Megatron-LM: the vanilla grouping."""
+        generation_tp, generation_pp = self.generation
+        replica, place = divmod(rank, generation_tp * generation_pp)
+        return replica, place // generation_tp, place % generation_tp
 
     def __str__(self) -> str:
         axes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}

@@ -18,7 +18,7 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-# every mesh of up to 16 ranks, with every way to generate
+# every mesh of up to 16 ranks, with every way to generate by cuts that training has, too
 MESHES = [
     Mesh(dp, tp, pp, generation_tp, generation_pp)
     for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
@@ -73,8 +73,23 @@ def test_coordinates_number_the_ranks() -> None:
         assert [mesh.coordinates(rank) for rank in mesh.leaders] == [(d, mesh.pp - 1, 0) for d in range(mesh.dp)]
 
 
+OTHERS = [
+    Mesh(dp, tp, pp, generation_tp, generation_pp)
+    for dp, tp, pp in [(2, 4, 1), (1, 2, 4), (1, 3, 4), (2, 6, 1)]
+    for generation_tp, generation_pp in itertools.product(range(1, 13), repeat=2)
+    if tp * pp % (generation_tp * generation_pp) == 0
+]
+
+
+def test_cuts_that_training_has_not_are_made_by_neighbours() -> None:
+    mesh = Mesh(dp=2, tp=2, pp=2, generation_tp=4, generation_pp=1)
+    assert not mesh.nested
+    assert generation_groups(mesh)[0] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [mesh.replica(rank)[1:] for rank in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
 def test_every_replica_is_a_whole_model_within_a_block() -> None:
-    for mesh in MESHES:
+    for mesh in MESHES + OTHERS:
         places, blocks = defaultdict(set), defaultdict(set)
         for rank in range(mesh.size):
             replica, p, t = mesh.replica(rank)
@@ -106,9 +121,12 @@ def test_training_shards_of_a_micro_group_tile_its_generation_shard() -> None:
         ({"dp": 0}, "mesh: dp = 0; expected at least one rank on every axis"),
         ({"tp": 2, "pp": -1}, "mesh: pp = -1; expected"),
         ({"tp": 2, "generation_tp": 0}, "mesh: generation_tp = 0; expected"),
-        ({"dp": 2, "tp": 4, "generation_tp": 3}, "mesh dp 2 x tp 4: generation_tp = 3 doesn't divide tp = 4"),
-        ({"tp": 4, "generation_tp": 8}, "generation_tp = 8 doesn't divide tp = 4"),
-        ({"pp": 3, "generation_pp": 2}, "mesh pp 3: generation_pp = 2 doesn't divide pp = 3"),
+        (
+            {"dp": 2, "tp": 4, "generation_tp": 3},
+            "mesh dp 2 x tp 4: generation_tp x generation_pp = 3 x 1 = 3 doesn't divide tp x pp = 4 x 1 = 4",
+        ),
+        ({"tp": 4, "generation_tp": 8}, "generation_tp x generation_pp = 8 x 1 = 8 doesn't divide tp x pp = 4 x 1 = 4"),
+        ({"pp": 3, "generation_pp": 2}, "mesh pp 3: generation_tp x generation_pp = 1 x 2 = 2 doesn't divide"),
     ],
 )
 def test_impossible_meshes_are_refused_in_one_line(axes: dict[str, int], message: str) -> None:
