@@ -167,6 +167,20 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     form.add_argument("--json", dest="form", action="store_const", const="json", default="text")
     form.add_argument("--dot", dest="form", action="store_const", const="dot", help="for Graphviz")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a page with a picture")
+    reshard = command("reshard", _reshard, "who holds and sends which weights when training becomes generation")
+    reshard.add_argument("--train", required=True, metavar="P-T-D", help="pipeline, tensor and data parallelism: 1-4-2")
+    reshard.add_argument(
+        "--generate", required=True, metavar="P-T-M-D", help="the same of generation, with replicas in a block: 1-2-2-2"
+    )
+    strategies = ("hybridflow", "vanilla", "gather_all", "broadcast", "publish")
+    reshard.add_argument("--strategy", choices=strategies, default="hybridflow", help="default: hybridflow")
+    reshard.add_argument(
+        "--model", default="llama-7b", help="llama-7b, -13b, -34b, -70b, or a model that has its sizes; default: llama-7b"
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    reshard.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the weights; default: bfloat16")
+    reshard.add_argument("--generation-dtype", choices=dtypes, help="default: that of the weights")
+    reshard.add_argument("--json", action="store_true")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -266,6 +280,13 @@ def _graph(options: Any) -> None:
     from hybridflow.commands.graph import graph
 
     graph(options.config, options.overrides, options.form, options.html)
+
+
+def _reshard(options: Any) -> None:
+    from hybridflow.commands.reshard import Request, reshard
+
+    layout = (options.train, options.generate, options.strategy)
+    reshard(Request(*layout, options.model, options.dtype, options.generation_dtype), options.json)
 
 
 def _models(options: Any) -> None:

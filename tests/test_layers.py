@@ -17,6 +17,7 @@ LAYERS = {
     "parallel": {"core"},
     "ops": {"core", "parallel"},
     "models": {"core", "ops", "parallel"},
+    "reshard": {"core", "parallel", "models"},
     "generation": {"core", "models", "ops"},
     "data": {"core"},
     "rollout": {"core", "data"},
@@ -69,6 +70,12 @@ def test_algorithms_know_no_distribution() -> None:
 def test_the_scheduler_and_the_cache_know_no_torch() -> None:
     for name in ("scheduler", "kv_cache", "request"):
         assert not [module for module in imports(ROOT / "generation" / f"{name}.py") if module.split(".")[0] == "torch"]
+
+
+def test_layouts_and_plans_know_no_torch() -> None:
+    code = "import sys; import hybridflow.reshard.plan; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout == "False\n"
 
 
 def test_importing_hybridflow_is_light() -> None:

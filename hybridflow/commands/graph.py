@@ -18,6 +18,7 @@ from hybridflow.telemetry.graph_tables import (
     HELD,
     PASSES,
     STAGES,
+    aligned,
     call_size,
     count,
     memory,
@@ -80,7 +81,7 @@ def _pools(traced: Graph) -> Iterator[str]:
     for title, rows in ((HELD, pool_table(traced)), (PASSES, transfer_table(traced)), (STAGES, stage_table(traced))):
         yield ""
         yield title
-        yield from _table(rows, right=(*MEMORY, "bytes"))
+        yield from aligned(rows, right=(*MEMORY, "bytes"))
 
 
 def _headline(config: RunConfig, traced: Graph) -> str:
@@ -110,18 +111,7 @@ def _role_table(traced: Graph) -> Iterator[str]:
             sum(getattr(role, f"{name}_bytes") for role in traced.roles) for name in ("weight", "gradient", "optimizer")
         ]
         rows = [row[:2] + row[4:] for row in (*rows, ("together", *[""] * 7, *map(memory, sums), ""))]
-    yield from _table(rows, right=("parameters", "trained", *MEMORY))
-
-
-def _table(rows: Sequence[Sequence[str]], right: Sequence[str]) -> Iterator[str]:
-    """The first row is the header; columns of numbers stand ``right``."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.rjust(width) if name in right else text.ljust(width)
-            for name, text, width in zip(rows[0], row, widths, strict=True)
-        ]
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows, right=("parameters", "trained", *MEMORY))
 
 
 def _role_row(role: RoleSize) -> tuple[str, ...]:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from hybridflow.core.graph import DRIVER, Call, Graph
 
-__all__ = ["HELD", "PASSES", "STAGES", "call_size", "count", "memory", "pool_table", "stage_table", "transfer_table"]
+__all__ = [
+    "HELD",
+    "PASSES",
+    "STAGES",
+    "aligned",
+    "call_size",
+    "count",
+    "memory",
+    "pool_table",
+    "stage_table",
+    "transfer_table",
+]
 
 Rows = list[tuple[str, ...]]
 
@@ -29,6 +42,17 @@ def count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.1f}{unit}"
     return f"{number:,}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[str]) -> Iterator[str]:
+    """Lines of a table. The first row is the header; columns of numbers stand ``right``."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if name in right else text.ljust(width)
+            for name, text, width in zip(rows[0], row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
 
 
 def call_size(call: Call, unit: str) -> str:
