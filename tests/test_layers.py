@@ -18,7 +18,7 @@ LAYERS = {
     "ops": {"core", "parallel"},
     "models": {"core", "ops", "parallel"},
     "reshard": {"core", "parallel", "models"},
-    "generation": {"core", "models", "ops"},
+    "generation": {"core", "models", "ops", "parallel"},
     "data": {"core"},
     "rollout": {"core", "data"},
     "telemetry": {"core"},

@@ -65,9 +65,10 @@ class Rectangle:
 class KVCache:
     """Keys and values of rows, and of shared prompts."""
 
-    def __init__(self, spec: DecoderSpec, weight: Tensor) -> None:
-        """Empty; dtype and device are those of ``weight``."""
+    def __init__(self, spec: DecoderSpec, weight: Tensor, first_layer: int = 0) -> None:
+        """Empty; dtype and device are those of ``weight``. Of ``spec.num_layers`` layers, from ``first_layer`` on."""
         self.spec, self.dtype, self.device, self.shape = spec, weight.dtype, weight.device, Shape()
+        self.first_layer = first_layer
         self.rows, self.prompts = Rectangle(spec, weight), Rectangle(spec, weight)
 
     def reshape(self, shape: Shape) -> None:
@@ -121,6 +122,7 @@ class StepAttention:
             self._see_prompts(decoding)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer -= self.cache.first_layer
         for rectangle, tokens, rows, positions in self.writes:
             written = (k, v) if tokens is None else (k[tokens], v[tokens])
             rectangle.write(layer, rows, positions, *written)

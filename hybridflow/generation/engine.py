@@ -6,16 +6,24 @@
 
 Every step is one forward of the decoder over one packed axis: the last token of every active row, then prompts, or chunks
 of them, of those that are admitted. The engine runs on the learner's parameters; there is nothing to publish or export.
+
+A decoder may be cut over a group of processes. Each has an engine of its own, and all of them are given the same requests:
+then they schedule alike, since no decision depends on anything but requests and sampled tokens, and meet inside a step.
+
+    tensor parallelism    each has some of the heads, and their keys and values; sums over the line in every layer
+    pipeline parallelism  hidden states go from stage to stage; the last one samples, and hands the tokens to all others
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridflow.core.errors import NonFiniteError, UserError
+from hybridflow.core.errors import ContractError, NonFiniteError, UserError
 from hybridflow.core.seeding import uniforms
 from hybridflow.generation.attention import Decoding, KVCache, StepAttention
 from hybridflow.generation.kv_cache import position_bytes, shortage
@@ -25,6 +33,8 @@ from hybridflow.generation.scheduler import Admission, Group, Scheduler
 from hybridflow.generation.table import RequestTable
 from hybridflow.generation.weights import Precision, RolloutWeights, rollout_dtype
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.parallel.mesh import ALONE, Line
 
 __all__ = ["Engine"]
 
@@ -41,6 +51,9 @@ class Engine:
     ``generate`` serves a list of requests; ``add``, ``step`` and ``abort`` serve requests that come and go. The weights may
     change between two steps (who doesn't call ``step`` pauses it): set ``version``, and what was cached of the old ones is
     computed anew, so that every token has the log-probability that the weights of its version give it.
+
+    Where ``decoder`` is a part, the processes of its group have to make the same calls, and set the same ``version``, in
+    the same order; all of them get the same completions, and raise the same errors.
     """
 
     def __init__(
@@ -53,19 +66,21 @@ class Engine:
         kv_cache_gb: float | None = None,
         precision: Precision = "full",
         decode: Decode | None = None,
+        pp: Line = ALONE,
     ) -> None:
         """max_slots: most responses in flight; prefill_tokens: most prompt tokens of a step, so that long prompts are
         prefilled in chunks; kv_cache_gb: most memory (10^9 bytes) of keys and values, None for as much as max_slots rows
-        need (while rows grow, one layer is held twice); precision: see ``generation.weights``; decode: token ids -> text,
-        needed for stop strings only."""
+        need (while rows grow, one layer is held twice), on each process of a group; precision: see ``generation.weights``;
+        decode: token ids -> text, needed for stop strings only; pp: the pipeline that the decoder is a stage of."""
         if max_slots < 1 or prefill_tokens < 1:
             raise UserError(f"Engine: max_slots {max_slots} and prefill_tokens {prefill_tokens} have to be at least 1")
         if kv_cache_gb is not None and not 0 < kv_cache_gb < float("inf"):
             raise UserError(f"Engine: kv_cache_gb is {kv_cache_gb}; expected a finite number above 0, or None")
-        self.decoder, self.seed, self.decode = decoder, seed, decode
+        if (decoder.part.first, decoder.part.last) != (pp.index == 0, pp.index == pp.size - 1):
+            raise ContractError(f"Engine: pp is rank {pp.index} of {pp.size}, but the decoder holds {decoder.part}")
+        self.decoder, self.seed, self.decode, self.pp = decoder, seed, decode, pp
         self.max_slots, self.prefill_tokens, self.kv_cache_gb = max_slots, prefill_tokens, kv_cache_gb
         self.precision: Precision = precision
-        self.position_bytes = position_bytes(decoder.spec, rollout_dtype(precision, decoder.embed.weight.dtype).itemsize)
         self.version = 0
         """Of the weights, for the caller to set: every token carries the one in force when it was sampled."""
         self.num_prefilled = 0
@@ -79,6 +94,21 @@ class Engine:
         self.between_steps: Callable[[], None] = lambda: None
         """Called before every step of ``generate``, which goes on when it returns."""
         self._flight: _Flight | None = None
+
+    @cached_property
+    def held(self) -> DecoderSpec:
+        """The sizes of what this process computes: its layers and heads."""
+        return replace(self.decoder.local, num_layers=len(self.decoder.layers))
+
+    @cached_property
+    def position_bytes(self) -> int:
+        """Of keys and values of a token, on the process of the group that has most of them; agreed on at the first use."""
+        own = position_bytes(self.held, rollout_dtype(self.precision, self.decoder.anchor.dtype).itemsize)
+        for line in (self.decoder.part.tp, self.pp):
+            of_all = torch.zeros(line.size, dtype=torch.int64, device=self.decoder.anchor.device)
+            of_all[line.index] = own
+            own = int(line.all_reduce(of_all).max())
+        return own
 
     @property
     def num_in_flight(self) -> int:
@@ -174,12 +204,15 @@ class _Flight:
         self.stop_token_ids = np.array(params.stop_token_ids, dtype=np.int64)
         # A text of n bytes is at most n tokens; the slack is for tokens without text and for cut characters at the edge.
         self.tail = max((len(string.encode()) for string in params.stop_strings), default=0) + 8
-        self.device, self.version = engine.decoder.embed.weight.device, engine.version
+        self.device, self.version = engine.decoder.anchor.device, engine.version
         self.last_hidden: dict[Group, Tensor] = {}
-        """of the prompts that requests still wait for to sample from: the state [1, D] after the last token"""
+        """of the prompts that requests still wait for to sample from: the state [1, D] after the last token; on the last
+        stage"""
         with torch.inference_mode():
             self.weights = RolloutWeights(engine.decoder, steps, engine.precision)
-            self.cache = KVCache(engine.decoder.spec, self.weights.decoder.embed.weight)
+            like = engine.decoder.anchor.new_empty(0, dtype=rollout_dtype(engine.precision, engine.decoder.anchor.dtype))
+            layers = engine.decoder.part.layers
+            self.cache = KVCache(engine.held, like, 0 if layers is None else layers.start)
 
     def add(self, request: Request, limit: int) -> int:
         number = self.table.add(request, limit)
@@ -212,32 +245,54 @@ class _Flight:
         rows = scheduler.slots.active
         if not len(rows):  # the first chunks of a long prompt
             return {}
-        draws = uniforms(engine.seed, "sample", self.table.sample_ids[rows], self.table.num_new[rows])
-        tokens, log_probs = sample(self.weights.logits(hidden), draws, self.params)
-        stopped = self.emit(rows, tokens.cpu().numpy(), log_probs.cpu().numpy())
+        stopped = self.emit(rows, *self.draw(hidden, rows))
         ended = set(rows[stopped].tolist())
         finished, moves = scheduler.advance(stopped)
         self.cache.copy(moves)
         return {n: self.table.take(n, "stop" if n in ended else "length") for n in finished.tolist()}
 
-    def forward(self, decoding: IntArray, admission: Admission) -> Tensor:
-        """decoding [A]: requests that decode -> hidden [A + entered, D]: the state before the next token of each."""
+    def draw(self, hidden: Tensor | None, rows: IntArray) -> tuple[IntArray, FloatArray]:
+        """hidden [len(rows), D], None before the last stage -> the next token of each and its log-probability, on every
+        process of the group."""
+        pp, drawn = self.engine.pp, torch.empty(2, len(rows), dtype=torch.float64, device=self.device)
+        if hidden is not None:
+            draws = uniforms(self.engine.seed, "sample", self.table.sample_ids[rows], self.table.num_new[rows])
+            shard = self.engine.decoder.vocabulary
+            drawn = torch.stack([x.double() for x in sample(self.weights.logits(hidden), draws, self.params, shard)])
+        tokens, log_probs = pp.broadcast(drawn, pp.size - 1).cpu().numpy()
+        return tokens.astype(np.int64), log_probs.astype(np.float32)
+
+    def run(self, tokens: Tensor, positions: Tensor, attend: StepAttention, wanted: Tensor | None) -> Tensor | None:
+        """The decoder, or a stage of it, which receives its inputs and sends its outputs: hidden states on the last one."""
+        decoder, pp, inputs = self.weights.decoder, self.engine.pp, tokens
+        if not decoder.part.first:
+            shape = decoder.num_states(len(tokens)), decoder.spec.hidden_size
+            inputs = pp.receive(torch.empty(shape, dtype=self.cache.dtype, device=self.device), pp.index - 1)
+        hidden: Tensor = decoder(inputs, positions, attend, wanted)
+        if decoder.part.last:
+            return hidden
+        pp.send(hidden, pp.index + 1)
+        return None
+
+    def forward(self, decoding: IntArray, admission: Admission) -> Tensor | None:
+        """decoding [A]: requests that decode -> hidden [A + entered, D]: the state before the next token of each; None
+        before the last stage."""
         prefills = sorted(admission.prefills, key=lambda prefill: prefill.start > 0)
         lengths, offsets = self.table.lengths(decoding), self.table.offsets[decoding]
         where = Decoding(lengths - 1 - offsets, self.table.entries[decoding], offsets)
         tokens = np.concatenate([self.table.last_tokens(decoding), *(p.tokens for p in prefills)])
         positions = np.concatenate([lengths - 1, *(np.arange(p.start, p.end) for p in prefills)])
         if not len(tokens):  # every request that enters samples from a prompt that is there
-            return torch.cat([self.last_hidden[group] for group in admission.sources])
+            return torch.cat([self.last_hidden[g] for g in admission.sources]) if self.weights.decoder.part.last else None
         attend = StepAttention(self.cache, where, prefills)
         wanted = None
         if prefills:  # of a prompt, only the last state is needed
             ends = len(decoding) + np.cumsum([p.end - p.start for p in prefills], dtype=np.int64) - 1
             wanted = self.tensor(np.concatenate([np.arange(len(decoding)), ends]))
-        hidden: Tensor = self.weights.decoder(self.tensor(tokens), self.tensor(positions), attend, wanted)
+        hidden = self.run(self.tensor(tokens), self.tensor(positions), attend, wanted)
         self.engine.num_steps += 1
         self.engine.num_prefilled += len(tokens) - len(decoding)
-        if not prefills and not admission.sources:
+        if hidden is None or (not prefills and not admission.sources):
             return hidden
         for place, prefill in enumerate(prefills, len(decoding)):
             self.last_hidden[prefill.group] = hidden[place : place + 1]

@@ -11,6 +11,7 @@ The copy lives as long as the rollout, as the key-value cache does, so no update
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.core.errors import UserError
-from hybridflow.models.decoder import Decoder, Linear, RMSNorm
+from hybridflow.models.decoder import Decoder, FusedLinear, Linear, RMSNorm, SummedLinear
 from hybridflow.ops.linear import can_pack, linear, pack
+from hybridflow.parallel.mesh import Line
 
 __all__ = ["Precision", "RolloutWeights", "rollout_dtype"]
 
@@ -44,7 +46,7 @@ class RolloutWeights:
 
     def __init__(self, decoder: Decoder, steps: int, precision: Precision) -> None:
         """steps: most decode steps that are to come. UserError if int8 is asked for on another device than a CPU."""
-        weight = decoder.embed.weight
+        weight = decoder.anchor
         if precision == "int8" and weight.device.type != "cpu":
             raise UserError(f'Engine: precision "int8" runs on CPUs only, but the model is on {weight.device}')
         self._source, self._int8 = decoder, precision == "int8"
@@ -54,13 +56,14 @@ class RolloutWeights:
 
     def refresh(self) -> None:
         """Take the parameters as they are now."""
-        in_place = not (self._packs or self._int8 or self._dtype != self._source.embed.weight.dtype)
-        head = self._source.head_weight.detach().to(self._dtype)
-        self._head = pack(head) if self._packs else head
+        in_place = not (self._packs or self._int8 or self._dtype != self._source.anchor.dtype)
+        if self._source.part.last:
+            head = self._source.head_weight.detach().to(self._dtype)
+            self._head = pack(head) if self._packs else head
         self.decoder = self._source if in_place else self._copy()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, D] -> [B, V], fp32."""
+        """hidden [B, D] -> [B, V], fp32; on the last pipeline stage, of the tokens that are here."""
         return linear(hidden, self._head).float()
 
     def _copy(self) -> Decoder:
@@ -69,7 +72,7 @@ class RolloutWeights:
         Linear layers and norms become plain functions: calling a module takes longer than a small product.
         """
         with torch.device("meta"):
-            new = Decoder(self._source.spec)
+            new = Decoder(self._source.spec, replace(self._source.part, sequence_parallel=False))
         new.lm_head = None
         for name, module in self._source.named_modules():
             if name == "lm_head":
@@ -84,29 +87,48 @@ class RolloutWeights:
         return new
 
     def _function(self, module: Linear | RMSNorm) -> Callable[[Tensor], Tensor]:
-        weight = self._cast(module.weight)
         if isinstance(module, RMSNorm):
+            weight = self._cast(module.weight)
             return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.eps)
+        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+        if isinstance(module, FusedLinear):
+            weight, bias = module.ordered(weight), None if bias is None else module.ordered(bias)
+        if isinstance(module, SummedLinear):
+            return _Summed(self._product(weight, None), None if bias is None else self._cast(bias), module.region.line)
+        return self._product(weight, bias)
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         if self._int8:
-            return _Int8Linear(module)
-        bias = None if module.bias is None else self._cast(module.bias)
+            return _Int8Linear(weight, bias)
+        weight, bias = self._cast(weight), None if bias is None else self._cast(bias)
         return partial(linear, weight=pack(weight) if self._packs else weight, bias=bias)
 
     def _cast(self, parameter: Tensor) -> Tensor:
         return parameter.detach().to(self._dtype)
 
 
+class _Summed:
+    """A product whose inputs are cut over a line of ranks; with a bias, once."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor], bias: Tensor | None, line: Line) -> None:
+        self.product, self.bias, self.line = product, bias, line
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.line.all_reduce(self.product(x))
+        return out if self.bias is None else out.add_(self.bias)
+
+
 class _Int8Linear:
     """x W^T with W rounded to [-127, 127] times a scale of each output, x to [1, 255] - 128 times one of each token: so a
-    token's result doesn't depend on the others."""
+    token's result doesn't depend on the others. Where the inputs are cut over ranks, the scales are each rank's own."""
 
-    def __init__(self, module: Linear) -> None:
-        weight = module.weight.detach().float()
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        weight = weight.float()
         self.scales = (weight.abs().amax(1) / 127).clamp(min=_TINY)
         rounded = (weight / self.scales[:, None]).round().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_TYPICAL_ROWS, weight.shape[1]])
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
-        self.bias = None if module.bias is None else module.bias.detach().float()
+        self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         scales = x.abs().amax(1, keepdim=True).float() / 127 + _TINY

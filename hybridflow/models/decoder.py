@@ -122,7 +122,7 @@ class Decoder(nn.Module):
     def vocabulary(self) -> VocabShard | None:
         """Which rows of the head and the embedding are here, None for all."""
         tp = self.part.tp
-        return VocabShard(tp, self.spec.vocab_size * tp.index // tp.size) if tp.size > 1 else None
+        return VocabShard(tp, self.spec.vocab_size) if tp.size > 1 else None
 
     def num_states(self, tokens: int) -> int:
         """n, how many states a pipeline stage hands on, of N = ``tokens``."""

@@ -63,6 +63,23 @@ class Line:
         self._exchange("reduce_scatter", sent, received.unbind())
         return received.sum(0)
 
+    def send(self, x: Tensor, peer: int) -> None:
+        """To rank ``peer`` of the line, which calls ``receive``."""
+        self.traffic["send"] += x.nbytes
+        dist.send(x.contiguous(), group=self.group, group_dst=peer)
+
+    def receive(self, x: Tensor, peer: int) -> Tensor:
+        """``x``, which lies row by row, filled by what rank ``peer`` sends."""
+        dist.recv(x, group=self.group, group_src=peer)
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """``x``, which lies row by row, in place: that of rank ``source`` on all ranks."""
+        if self.size > 1:
+            self.traffic["broadcast"] += x.nbytes * (self.index == source)
+            dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
     def add(self, x: Tensor, peer: int) -> Tensor:
         """``x``, in place, plus that of rank ``peer`` of the line, which calls this with our index."""
         theirs = torch.empty_like(x, memory_format=torch.contiguous_format)

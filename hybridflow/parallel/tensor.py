@@ -59,7 +59,7 @@ class Region:
     """Where a line of ranks computes with slices of weights, between ``enter`` and ``leave``.
 
     N is the number of tokens; with ``sequence`` parallelism rank i keeps n of them outside of the region, those of part i
-    of ``cuts(N, size)``; else n = N.
+    of ``cuts(N, size)``; else n = N. Without gradients ``leave`` may sum in place.
     """
 
     line: Line = ALONE
@@ -67,7 +67,7 @@ class Region:
 
     def enter(self, x: Tensor, total: int) -> Tensor:
         """x [n, ...], of N = ``total`` tokens -> [N, ...]; each rank contributes a summand to the gradient."""
-        if self.line.size == 1:
+        if self.line.size == 1 or not (self.sequence or torch.is_grad_enabled()):
             return x
         if not self.sequence:
             return self._apply(x, _same, partial(_sum, self.line))
@@ -79,6 +79,8 @@ class Region:
         if self.line.size == 1:
             return x
         if not self.sequence:
+            if not torch.is_grad_enabled():
+                return self.line.all_reduce(x)
             return self._apply(x, partial(_sum, self.line), _same)
         sizes = lengths(len(x), self.line.size)
         return self._apply(x, partial(self.line.reduce_scatter, sizes=sizes), partial(self.line.all_gather, sizes=sizes))
@@ -104,10 +106,20 @@ class Region:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """A rank holds the rows of a [V, D] matrix from ``first`` on."""
+    """Which rows a rank holds of a matrix with one for each of ``total`` tokens: those of its part of ``cuts``."""
 
     line: Line
-    first: int
+    total: int
+
+    @property
+    def first(self) -> int:
+        """Where they begin."""
+        return self.total * self.line.index // self.line.size
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many each rank has."""
+        return lengths(self.total, self.line.size)
 
     def local(self, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """tokens [N] -> (their rows here, 0 for a token of another rank; whether they are here), with ``rows`` here."""
