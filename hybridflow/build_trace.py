@@ -25,7 +25,7 @@ from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import sharded_bytes
 
-__all__ = ["trace"]
+__all__ = ["held", "places_of", "trace", "traced"]
 
 
 def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
@@ -33,20 +33,26 @@ def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
 
     ``response_tokens``: mean length of a response; the longest that is allowed if None.
     """
+    return traced(config, response_tokens)[0].graph
+
+
+def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[TraceRuntime, Batch]:
+    """The runtime of ``trace``, with the roles, and the rows that the step starts from."""
     runtime = TraceRuntime(_workload(config, response_tokens))
     sizes_only = config.model_copy(update={"device": "meta"})
     parts = make_parts(sizes_only, runtime)
     makers = make_makers(sizes_only, parts, runtime)
     algorithm = make_algorithm(sizes_only, makers | _demonstrations(makers, runtime))
     given = ("environment", "slots") if config.environment is not None else ("data", ALGORITHMS[config.algorithm].records)
-    batch = algorithm.rollout(runtime.source(*given, parts.source(1)))
+    first = parts.source(1)
+    batch = algorithm.rollout(runtime.source(*given, first))
     runtime.times = config.train.updates_per_step
     if config.algorithm == "dqn":
         names = ("sample_id", *REPLAYED)
         batch = runtime.resample("replay", "sample", batch.select(REPLAYED), names, config.replay.batch_size)
     algorithm.learn(batch)
     _place(runtime, config)
-    return runtime.graph
+    return runtime, first
 
 
 def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
@@ -109,10 +115,10 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, mesh: Mesh) -
 def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleSize:
     """Parameters are those of the whole model; bytes those of the rank that holds most of it."""
     dp = Line(mesh.dp)
-    whole = _held(args, Lines(dp))
-    places = [Lines(dp, Line(mesh.tp, i), Line(mesh.pp, j)) for i in range(mesh.tp) for j in range(mesh.pp)]
-    ranks = [_held(args, lines) for lines in places] if len(places) > 1 else []
-    most = max(ranks, key=lambda held: held.weight_bytes + held.gradient_bytes + held.optimizer_bytes, default=whole)
+    whole = held(args, Lines(dp))
+    places = places_of(mesh)
+    ranks = [held(args, lines) for lines in places] if len(places) > 1 else []
+    most = max(ranks, key=lambda rank: rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes, default=whole)
     plan = {"minibatches": args["plan"].minibatches, "epochs": args["plan"].epochs} if "plan" in args else {}
     return replace(
         size,
@@ -126,7 +132,12 @@ def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleS
     )
 
 
-def _held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
+def places_of(mesh: Mesh) -> list[Lines]:
+    """The ranks of one copy of a model."""
+    return [Lines(Line(mesh.dp), Line(mesh.tp, i), Line(mesh.pp, j)) for i in range(mesh.tp) for j in range(mesh.pp)]
+
+
+def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     """What the rank at this place of a mesh holds."""
     built = args["networks"].at(lines)
     parameters = [parameter for network in built.values() for parameter in network.parameters()]

@@ -181,6 +181,11 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     reshard.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the weights; default: bfloat16")
     reshard.add_argument("--generation-dtype", choices=dtypes, help="default: that of the weights")
     reshard.add_argument("--json", action="store_true")
+    plan = command("plan", _plan, f"what a TOML file needs, without loading a model; {OVERRIDE}", overrides=True)
+    plan.add_argument("source", type=Path, help="TOML file, or run directory to compare with what it took")
+    explained = "bytes of weights, gradients, optimizer, activations, caches and buffers by role, and FLOPs of a step"
+    plan.add_argument("--explain-memory", action="store_true", required=True, help=explained)
+    plan.add_argument("--json", action="store_true")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -236,9 +241,10 @@ def _demo(options: Any) -> int:
 
 
 def _report(options: Any) -> None:
+    from hybridflow.commands.plan import predicted
     from hybridflow.telemetry.report import write_report
 
-    print(write_report(options.runs, options.output or options.runs[0] / "report.html"))
+    print(write_report(options.runs, options.output or options.runs[0] / "report.html", predicted))
 
 
 def _generate(options: Any) -> None:
@@ -287,6 +293,12 @@ def _reshard(options: Any) -> None:
 
     layout = (options.train, options.generate, options.strategy)
     reshard(Request(*layout, options.model, options.dtype, options.generation_dtype), options.json)
+
+
+def _plan(options: Any) -> None:
+    from hybridflow.commands.plan import explain_memory
+
+    explain_memory(options.source, options.overrides, options.json)
 
 
 def _models(options: Any) -> None:

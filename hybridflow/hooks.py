@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from hybridflow import checkpoint
 from hybridflow.core.batch import Batch
 from hybridflow.core.metrics import Span
+from hybridflow.core.resident import MemoryMeter, resident_bytes
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.timeline import Timeline, time_split
 from hybridflow.telemetry.tracker import Tracker
@@ -40,11 +40,13 @@ SPEEDS = {"sampler/tokens": "tokens_per_s", "sampler/steps": "env_steps_per_s"}
 SAMPLES_PER_STEP = 4
 
 
-def describe(metrics: Mapping[str, float], spans: list[Span]) -> dict[str, float]:
-    """The record of a step: documented names, time split, throughput, memory."""
+def describe(metrics: Mapping[str, float], spans: list[Span], memory: MemoryMeter) -> dict[str, float]:
+    """The record of a step: documented names, time split, throughput, memory. ``memory`` of this process, where the models
+    are unless workers have told theirs."""
     record = {NAMES.get(name, name): value for name, value in metrics.items() if name not in SPEEDS}
     record |= {speed: metrics[name] / metrics["time/step_s"] for name, speed in SPEEDS.items() if name in metrics}
-    return {**record, **time_split(spans), "memory/rss_gb": psutil.Process().memory_info().rss / 1e9}
+    record.setdefault("memory/grown_gb", memory.grown / 1e9)
+    return {**record, **time_split(spans), "memory/rss_gb": resident_bytes() / 1e9}
 
 
 @dataclass
@@ -54,9 +56,10 @@ class Reporter:
     tracker: Tracker
     console: RunConsole
     timeline: Timeline
+    memory: MemoryMeter
 
     def __call__(self, step: Step) -> None:
-        record = describe(step.metrics, list(step.spans))
+        record = describe(step.metrics, list(step.spans), self.memory)
         self.tracker.log(step.number, record)
         self.timeline.add(step.number, step.spans)
         if step.batch is not None and "response" in step.batch:

@@ -17,6 +17,7 @@ from hybridflow.build import Run, build
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
 from hybridflow.core.errors import CheckpointError, RewardError
+from hybridflow.core.resident import MemoryMeter
 from hybridflow.hooks import Checkpointer, Evaluator, Reporter
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
@@ -44,9 +45,10 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     elif state["trainer"]["step"] >= config.train.steps:
         found = f"the checkpoint is after step {state['trainer']['step']} and train.steps = {config.train.steps}"
         raise CheckpointError(f"{path}: {found}, so nothing is left to do; raise train.steps to go on")
+    memory = MemoryMeter()
     run = build(config)
     try:
-        return _train(run, _directory(path, config, state is not None), state)
+        return _train(run, _directory(path, config, state is not None), state, memory)
     except BaseException:
         if run.trainer.step == 0:
             shutil.rmtree(path, ignore_errors=True)  # made by this run, which has done nothing yet: the name stays free
@@ -55,7 +57,7 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         run.runtime.stop()
 
 
-def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None) -> int:
+def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None, memory: MemoryMeter) -> int:
     trainer, config = run.trainer, run.config
     if state is not None:
         run.load_state_dict(state)
@@ -70,7 +72,7 @@ def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None) -> i
         checkpointer = Checkpointer(
             run.state_dict, directory.checkpoints, config.checkpoint.every, config.checkpoint.keep, timeline
         )
-        trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline), checkpointer]
+        trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline, memory), checkpointer]
         console.note(run.parts.describe())
         if evaluator and start == 0:
             tracker.log(0, evaluator.run(0).metrics())

@@ -19,6 +19,7 @@ LAYERS = {
     "models": {"core", "ops", "parallel"},
     "reshard": {"core", "parallel", "models"},
     "generation": {"core", "models", "ops", "parallel"},
+    "planner": {"core", "parallel", "ops", "models", "generation"},
     "data": {"core"},
     "rollout": {"core", "data"},
     "telemetry": {"core"},

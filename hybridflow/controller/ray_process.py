@@ -19,7 +19,6 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
 from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
+from hybridflow.core.resident import MemoryMeter, resident_bytes
 from hybridflow.core.roles import MemoryPart, Offloadable, Role, WorkerContext, verb_of
 from hybridflow.parallel.mesh import ProcessMesh
 
@@ -113,7 +113,8 @@ class Call:
 class Report:
     """What a call tells the driver: metrics, its spans (wall-clock seconds), and bytes pulled by the call that wrote them.
 
-    ``inlined_bytes``: of what it returned, what is so small that Ray sends it to the driver at once.
+    ``inlined_bytes``: of what it returned, what is so small that Ray sends it to the driver at once. ``grown_bytes``: see
+    ``MemoryMeter``.
     """
 
     metrics: Metrics
@@ -121,6 +122,7 @@ class Report:
     pulled: Mapping[str, int]
     inlined_bytes: int
     rss_bytes: int
+    grown_bytes: int
 
 
 def ship(column: Loaded) -> Shipped:
@@ -165,7 +167,7 @@ class Process:
         self.line_groups: dict[tuple[int, ...], Any] = {}
         self.busy, self.going = "", threading.Event()
         self.going.set()
-        self.memory = psutil.Process()
+        self.memory = MemoryMeter()
 
     def listen(self) -> tuple[str, int]:
         """Rank 0 opens the store over which the pool's processes find each other, on a port that the system chooses."""
@@ -274,7 +276,7 @@ class Process:
         context.metrics.clear()
         sizes = [num_bytes(new[name]) for name in call.writes]
         inlined = sum(size for size in sizes if size < RAY_INLINES)
-        report = Report(metrics, clock.spans, pulled, inlined, self.memory.memory_info().rss)
+        report = Report(metrics, clock.spans, pulled, inlined, resident_bytes(), self.memory.grown)
         return report, manifest, *(ship(new[name]) for name in call.writes)
 
     def _make_room(self, role: str, method: str) -> int:

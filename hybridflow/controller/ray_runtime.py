@@ -353,6 +353,7 @@ class RayRuntime:
                 metrics.count(f"moved/{writer}-{where}", size)
             self._driver_bytes += report.inlined_bytes
             metrics.maximum("workers/rss_gb_max", report.rss_bytes / 1e9)
+            metrics.maximum("memory/grown_gb", report.grown_bytes / 1e9)
             spans += [replace(span, start_s=span.start_s - self._clock_s) for span in report.spans]
         metrics.count("driver/bytes", self._driver_bytes)
         self._reports.clear()

@@ -24,7 +24,7 @@ from hybridflow.models.decoder import Decoder, FusedLinear, Linear, RMSNorm, Sum
 from hybridflow.ops.linear import can_pack, linear, pack
 from hybridflow.parallel.mesh import Line
 
-__all__ = ["Precision", "RolloutWeights", "rollout_dtype"]
+__all__ = ["MIN_STEPS", "Precision", "RolloutWeights", "rollout_dtype"]
 
 Precision = Literal["full", "bfloat16", "int8"]
 """``full``: the learner's dtype. ``bfloat16``: all but the sampling. ``int8``: products of the layers take 8-bit matrices,
@@ -33,7 +33,7 @@ one scale an output, and 8-bit activations, one scale a token; CPUs only. A log-
 
 _TINY = torch.finfo(torch.float32).tiny
 _TYPICAL_ROWS = 64
-_MIN_STEPS = 32  # packing costs what it saves in about 16 decode steps
+MIN_STEPS = 32  # packing costs what it saves in about 16 decode steps
 
 
 def rollout_dtype(precision: Precision, dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +51,7 @@ class RolloutWeights:
             raise UserError(f'Engine: precision "int8" runs on CPUs only, but the model is on {weight.device}')
         self._source, self._int8 = decoder, precision == "int8"
         self._dtype = rollout_dtype(precision, weight.dtype)
-        self._packs = steps >= _MIN_STEPS and can_pack(weight)
+        self._packs = steps >= MIN_STEPS and can_pack(weight)
         self.refresh()
 
     def refresh(self) -> None:

@@ -73,10 +73,10 @@ def log_probs_and_entropy(
     ``targets``, get the same results, and must give the same gradients for them.
     """
     row = 4 * len(weight)
-    kept_tokens = chunk_tokens or KEPT_BYTES[hidden.device.type] // row
+    keep = torch.is_grad_enabled() and len(hidden) <= (chunk_tokens or KEPT_BYTES[hidden.device.type] // row)
     chunk_tokens = chunk_tokens or max(1, CHUNK_BYTES[hidden.device.type] // row)
     result: tuple[Tensor, Tensor | None] = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, (temperature, chunk_tokens, len(hidden) <= kept_tokens, entropy), shard
+        hidden, weight, targets, (temperature, chunk_tokens, keep, entropy), shard
     )
     return result
 
@@ -104,6 +104,7 @@ class _LogProbs(torch.autograd.Function):
                 mean[chunk] = torch.linalg.vecdot(probs, logits)
             if keep:
                 kept.append(probs)
+            del logits, probs  # before the next chunk is made
         share = None
         if shard is not None and here is not None:
             target.masked_fill_(~here, -torch.inf)
@@ -136,6 +137,7 @@ class _LogProbs(torch.autograd.Function):
                 hidden_grad[chunk] = product(logits_grad, matrix)
             if weight_grad is not None:
                 weight_grad += product(hidden[chunk].T, logits_grad)
+            del probs, logits_grad
         if hidden_grad is not None and ctx.shard is not None:
             ctx.shard.line.all_reduce(hidden_grad)
         return hidden_grad, None if weight_grad is None else weight_grad.T, None, None, None

@@ -32,7 +32,8 @@ SPLIT_COLORS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run as the report sees it. ``records``: one a step, sorted; ``samples``: as logged."""
+    """A run as the report sees it. ``records``: one a step, sorted; ``samples``: as logged. ``predicted_bytes``: the most
+    that a process should have taken, if that is known."""
 
     name: str
     color: str
@@ -40,6 +41,7 @@ class Run:
     config_toml: str
     records: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
+    predicted_bytes: int | None = None
 
     @property
     def steps(self) -> int:

@@ -56,6 +56,11 @@ METRICS: dict[str, Metric] = {
     "eval/reward": Metric("evaluated reward", "", "mean of what is trained for, where evaluations have another score"),
     "eval/cost": Metric("evaluated cost", "", "mean cost of the evaluated responses"),
     "memory/rss_gb": Metric("memory", "GB", "resident memory of the driver process (10^9 bytes)"),
+    "memory/grown_gb": Metric(
+        "memory of models",
+        "GB",
+        "peak memory so far of the process that has grown most since its start (10^9 bytes); on GPUs, of its tensors",
+    ),
     "workers/rss_gb_max": Metric("worker memory", "GB", "largest resident memory of a worker process (10^9 bytes)"),
     "driver/bytes": Metric(
         "driver traffic", "bytes", "bytes through the controller in the step, without text of the source"

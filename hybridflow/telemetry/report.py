@@ -1,7 +1,7 @@
 """The report of one or several runs: an HTML page with charts, samples and configurations."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = ["write_report"]
 COLORS = ("#2f6fed", "#e8710a", "#0d9f6e", "#a142f4", "#d93025", "#0891b2", "#b58900", "#d6409f")
 SMOOTHING = "Points: each step. Lines: exponential moving average over a tenth of the run's steps, 50 at most."
 SAMPLE_STEPS = 6
+Predict = Callable[[Path], int | None]
 SAMPLES_PER_STEP = 4
 # what a sample's table shows, and under which heading; a column that no sample has is left out
 SAMPLE_COLUMNS = {
@@ -30,14 +31,15 @@ SAMPLE_COLUMNS = {
 }
 
 
-def write_report(runs: Sequence[Path], output: Path) -> Path:
-    """Write one self-contained HTML page about run directories and return its path.
+def write_report(runs: Sequence[Path], output: Path, predicted: Predict = lambda _: None) -> Path:
+    """Write one self-contained HTML page about run directories and return its path. ``predicted``: the most bytes that a
+    process of the run in this directory should have taken, if that is known.
 
     UserError if a run can't be read or the page can't be written.
     """
     if not runs:
         raise UserError("report: no run given; expected at least one run directory")
-    loaded = _load(runs)
+    loaded = _load(runs, predicted)
     charts, others = main_charts(loaded), other_charts(loaded)
     body = "\n".join(_body(loaded, charts, others))
     title = loaded[0].name if len(loaded) == 1 else f"{len(loaded)} runs"
@@ -51,17 +53,18 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def _load(paths: Sequence[Path]) -> list[Run]:
+def _load(paths: Sequence[Path], predicted: Predict) -> list[Run]:
     runs = [RunDirectory.open(path) for path in paths]
     places = [run.path.resolve() for run in runs]
     for place, path in zip(places, paths, strict=True):
         if places.count(place) > 1:
             raise UserError(f"report: {path} is given twice; name each run once")
     names = _names(places)
-    return [_run(run, name, COLORS[index % len(COLORS)]) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
+    pairs = enumerate(zip(runs, names, strict=True))
+    return [_run(run, name, COLORS[index % len(COLORS)], predicted(run.path)) for index, (run, name) in pairs]
 
 
-def _run(directory: RunDirectory, name: str, color: str) -> Run:
+def _run(directory: RunDirectory, name: str, color: str, predicted: int | None) -> Run:
     return Run(
         name=name,
         color=color,
@@ -69,6 +72,7 @@ def _run(directory: RunDirectory, name: str, color: str) -> Run:
         config_toml=directory.config.read_text(encoding="utf-8"),
         records=_by_step(read_records(directory.metrics)),
         samples=read_records(directory.samples),
+        predicted_bytes=predicted,
     )
 
 
@@ -168,6 +172,10 @@ def _stats(run: Run) -> Iterator[str]:
         values = run.series(key)[1]
         if len(values):
             yield _stat(METRICS[key].label, format_number(statistics.fmean(values)), f"{METRICS[key].unit}, mean")
+    grown = run.series("memory/grown_gb")[1]
+    if len(grown):
+        told = "" if run.predicted_bytes is None else f", predicted {format_number(run.predicted_bytes / 1e9)}"
+        yield _stat(METRICS["memory/grown_gb"].label, format_number(max(grown)), f"GB at most{told}")
 
 
 def _stat(label: str, value: str, under: str) -> str:
