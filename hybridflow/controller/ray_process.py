@@ -196,6 +196,8 @@ class Process:
     def add(self, role: Role[Any], mesh: Mesh) -> None:
         """Build the worker of a role. Processes of the pool that the role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
+            if not self.roles:
+                self.memory = MemoryMeter()  # by now what roles import has been imported
             lines = ProcessMesh(mesh, self.setup.rank, self.setup.patience, self.line_groups)
             if self.setup.rank < mesh.size:
                 self._offload_others(role.name)
