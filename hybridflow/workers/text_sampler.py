@@ -10,21 +10,27 @@ from torch import nn
 
 from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Batch, Ragged, objects
+from hybridflow.core.errors import UserError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
 from hybridflow.generation.vllm_engine import VLLMEngine
 from hybridflow.generation.weights import Precision
+from hybridflow.workers.parts import Lines
 
 __all__ = ["PolicySource", "TextSampler"]
 
 
 class PolicySource(Protocol):
-    """Where a sampler reads its networks: a learner in the same process, or a replica of one elsewhere."""
+    """Where a sampler reads its networks: a learner in the same process, or a replica of one elsewhere.
+
+    ``lines``: how they are cut over the processes of a group, which draw the same responses together.
+    """
 
     networks: dict[str, nn.Module]
     version: int
+    lines: Lines
 
 
 class RolloutEngine(Protocol):
@@ -62,7 +68,10 @@ class TextSampler:
         self.vllm: VLLMEngine | None = None
 
     def attach(self, source: PolicySource) -> None:
-        """Sample from the policy of ``source``: its weights in place, or pushed to vLLM when its version has changed."""
+        """Sample from the policy of ``source``: its weights in place, or pushed to vLLM when its version has changed.
+
+        UserError: vLLM is to sample from a policy that is cut.
+        """
         policy: Any = source.networks["policy"]
         self.source = source
         args: dict[str, Any] = {
@@ -73,9 +82,14 @@ class TextSampler:
         }
         self.engine: RolloutEngine
         if self.engine_name == "vllm":
+            if not source.lines.whole:
+                cut = f"tp {source.lines.tp.size}, pp {source.lines.pp.size}"
+                raise UserError(
+                    f'generation.engine: "vllm" draws from whole models, not from cut ones ({cut}); use "hybridflow"'
+                )
             self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
         else:
-            engine = self.engine = Engine(policy.decoder, precision=self.precision, **args)
+            engine = self.engine = Engine(policy.decoder, precision=self.precision, pp=source.lines.pp, **args)
             engine.between_steps = self.context.breathe
 
     @control

@@ -16,21 +16,30 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1] / "workers"))  # as pytest does for the tests there
 
 from ranks import TIMEOUT, in_processes
 
+from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError, NonFiniteError, UserError
 from hybridflow.core.placement import Mesh
+from hybridflow.core.roles import WorkerContext
+from hybridflow.data.text import Tokenizer
 from hybridflow.generation import weights
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
 from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights
+from hybridflow.models.policy import TextPolicy
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import ALONE, Line, ProcessMesh
 from hybridflow.parallel.pipeline_plan import split_layers
 from hybridflow.parallel.tensor import take
+from hybridflow.workers.learner import Networks, as_array
+from hybridflow.workers.parts import WHOLE, Lines
+from hybridflow.workers.replica import Replica
+from hybridflow.workers.text_sampler import TextSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -177,6 +186,41 @@ def rounded(model: Decoder, pp: Line = ALONE) -> dict[str, list[Completion]]:
     }
 
 
+def networks(spec: DecoderSpec, pieces: int) -> Networks:
+    def build(lines: Lines = WHOLE) -> dict[str, nn.Module]:
+        part = Part() if lines.whole else part_at(spec, lines.tp, lines.pp, pieces)
+        return {"policy": TextPolicy(decoder(spec, part))}
+
+    return Networks(build, "policy", ("tokens",), part=build)
+
+
+def rollout(spec: DecoderSpec, lines: Lines, pieces: int = 1) -> dict[str, Any]:
+    """Of a sampler whose weights came from a learner elsewhere."""
+    whole = networks(spec, 1).build()["policy"]
+    change(whole.decoder)  # type: ignore[arg-type]
+    replica = Replica(networks(spec, pieces), lines)
+    replica.load({f"policy/{name}": as_array(x) for name, x in whole.named_parameters()}, 7)
+    sampler = TextSampler(
+        WorkerContext(),
+        tokenizer=Tokenizer.characters("0123456789abcdef"),
+        params=SamplingParams(6),
+        seed=1,
+        max_slots=8,
+        kv_cache_gb=1e-3,
+    )
+    sampler.attach(replica)
+    asked = requests(6)[:4]
+    prompts = Ragged.from_rows([request.prompt for request in asked], np.int64)
+    with mock.patch.object(Tokenizer, "decode", lambda self, tokens: str(tokens)):
+        out = sampler.rollout(Batch({"prompt": prompts, "sample_id": np.arange(4)}))
+    return {name: out.ragged(name).values for name in ("tokens", "log_probs", "policy_version")}
+
+
+def part_at(spec: DecoderSpec, tp: Line, pp: Line, pieces: int) -> Part:
+    layers = split_layers(spec.num_layers, pp.size)[pp.index]
+    return Part(layers, first=pp.index == 0, last=pp.index == pp.size - 1, tp=tp, pieces=pieces)
+
+
 class Outcome(NamedTuple):
     drawn: dict[str, Drawn]
     streamed: list[Completion]
@@ -184,12 +228,12 @@ class Outcome(NamedTuple):
     broken: str
     refused: str
     sent: dict[str, int]
+    rollout: dict[str, Any]
 
 
 def outcome(cell: Cell, lines: ProcessMesh) -> Outcome:
     spec, pp = SPECS[cell.spec], lines.pp
-    layers = split_layers(spec.num_layers, pp.size)[pp.index]
-    part = Part(layers, first=pp.index == 0, last=pp.index == pp.size - 1, tp=lines.tp, pieces=cell.pieces)
+    part = part_at(spec, lines.tp, pp, cell.pieces)
     model = decoder(spec, part)
     cut = decoder(spec, replace(part, sequence_parallel=True))
     drawn = {name: generate(way, cut if way.sequence_parallel else model, pp) for name, way in WAYS.items()}
@@ -202,9 +246,10 @@ def outcome(cell: Cell, lines: ProcessMesh) -> Outcome:
         Engine(model, seed=1, pp=pp, kv_cache_gb=1e-6).generate(requests(5), SamplingParams(5))
     except UserError as error:
         refused = str(error)
+    sampled = rollout(spec, Lines(tp=lines.tp, pp=pp), cell.pieces)
     streamed = stream(model, pp)
     fails = broken(model, lines.tp.index == lines.tp.size - 1 and pp.index == 0, pp)
-    return Outcome(drawn, streamed, low, fails, refused, sent)
+    return Outcome(drawn, streamed, low, fails, refused, sent, sampled)
 
 
 Results = dict[Cell, Outcome]
@@ -296,6 +341,15 @@ def test_requests_that_come_and_go_while_the_weights_change(ranks: list[Results]
     parted, far = difference(streamed_alone(cell.spec), of(ranks, cell)[-1].streamed)
     assert parted == 0 and far < 1e-5
     assert [c.finish for c in of(ranks, cell)[0].streamed].count("abort") == 1
+
+
+@each
+def test_a_sampler_reads_its_part_of_a_learners_weights(ranks: list[Results], cell: Cell) -> None:
+    expected = rollout(SPECS[cell.spec], WHOLE)
+    for found in of(ranks, cell):
+        assert np.array_equal(found.rollout["tokens"], expected["tokens"])
+        np.testing.assert_allclose(found.rollout["log_probs"], expected["log_probs"], atol=1e-5)
+        assert set(found.rollout["policy_version"].tolist()) == {0, 7}
 
 
 @each

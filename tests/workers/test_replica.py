@@ -13,10 +13,14 @@ from torch import nn
 
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import WorkerContext, is_control
-from hybridflow.models.decoder import Decoder, init_weights
+from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.policy import TextPolicy
+from hybridflow.parallel.mesh import Line
+from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.parallel.tensor import take
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.parts import Lines
 from hybridflow.workers.replica import Replica
 
 
@@ -104,3 +108,47 @@ def test_weights_of_another_network_are_refused_whole(given: Networks, message: 
         replica.load(learner(given).weights(), 1)
     assert all(torch.equal(a, b) for a, b in zip(before, replica.networks["policy"].parameters(), strict=True))
     assert replica.version == 0
+
+
+def cut_networks(dtype: torch.dtype, tied: bool, pieces: int = 1) -> Networks:
+    def build(lines: Lines = Lines()) -> dict[str, nn.Module]:  # noqa: B008
+        tp, pp = lines.tp, lines.pp
+        layers = split_layers(SPEC.num_layers, pp.size)[pp.index]
+        last = pp.index == pp.size - 1
+        part = Part(layers, first=pp.index == 0, last=last, tp=tp, pieces=1 if lines.whole else pieces)
+        model = Decoder(replace(SPEC, tied=tied), part)
+        init_weights(model, torch.Generator().manual_seed(0))
+        return {"policy": TextPolicy(model.to(dtype))}
+
+    return Networks(build, "policy", ("tokens",), part=build)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tp", "pp", "pieces"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (2, 2, 2)])
+def test_a_replica_that_is_cut_takes_its_part_of_full_weights(tied: bool, tp: int, pp: int, pieces: int) -> None:
+    own = cut_networks(torch.bfloat16, tied, pieces)
+    one = learner(own)
+    one.update(batch(), LOSSES[0])
+    full, seen = dict(one.model.named_parameters()), set[str]()
+    for stage in range(pp):
+        for index in range(tp):
+            replica = Replica(own, Lines(tp=Line(tp, index), pp=Line(pp, stage)))
+            assert replica.lines.tp.index == index
+            replica.load(shipped(one.weights()), 3)
+            policy: TextPolicy = replica.networks["policy"]
+            for name, parameter in policy.named_parameters():
+                assert torch.equal(parameter, take(full[name], policy.decoder.shards[name.removeprefix("decoder.")]))
+                seen.add(name)
+            assert replica.version == 3
+    assert seen == full.keys()
+
+
+def test_a_cut_replica_refuses_weights_of_another_network() -> None:
+    replica = Replica(cut_networks(torch.float32, True), Lines(tp=Line(2, 1), pp=Line(2, 0)))
+    weights = learner(networks()).weights()
+    with pytest.raises(
+        ContractError, match=r"'policy/decoder.layers.0.out.weight' is missing, expected float32 \[16, 16\]"
+    ):
+        replica.load({name: x for name, x in weights.items() if name != "policy/decoder.layers.0.out.weight"}, 1)
+    with pytest.raises(ContractError, match=r"'policy/decoder.lm_head.weight' is float32 .*, expected none of that name"):
+        replica.load(learner(networks(tied=False)).weights(), 1)

@@ -9,11 +9,14 @@ import pytest
 from test_learner import SPEC, decoder
 
 from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.errors import UserError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.roles import WorkerContext, verb_of
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.request import SamplingParams
 from hybridflow.models.policy import TextPolicy
+from hybridflow.parallel.mesh import Line
+from hybridflow.workers.parts import WHOLE, Lines
 from hybridflow.workers.text_sampler import TextSampler
 
 
@@ -23,7 +26,7 @@ def sampler(kv_cache_gb: float | None = None) -> TextSampler:
     params = SamplingParams(max_new_tokens=6)
     settings = {"tokenizer": tokenizer, "params": params, "seed": 1, "max_slots": 3, "kv_cache_gb": kv_cache_gb}
     made = TextSampler(WorkerContext(), **settings)
-    made.attach(SimpleNamespace(networks={"policy": TextPolicy(decoder())}, version=4))
+    made.attach(SimpleNamespace(networks={"policy": TextPolicy(decoder())}, version=4, lines=WHOLE))
     return made
 
 
@@ -53,3 +56,20 @@ def test_no_prompts_give_empty_columns_of_the_right_types() -> None:
     empty = one.rollout(prompts().rows(np.zeros(0, np.int64)))
     assert len(empty) == 0 and set(empty.columns) == set(verb_of(TextSampler.rollout).writes)
     assert one.context.metrics.values() == {"tokens": 0.0}
+
+
+def test_vllm_is_refused_where_the_policy_is_cut() -> None:
+    made = TextSampler(
+        WorkerContext(),
+        tokenizer=Tokenizer.characters("0123456789abcdef"),
+        params=SamplingParams(max_new_tokens=6),
+        seed=1,
+        max_slots=3,
+        kv_cache_gb=None,
+        engine="vllm",
+    )
+    source = SimpleNamespace(networks={"policy": TextPolicy(decoder())}, version=4, lines=Lines(tp=Line(2, 0)))
+    with pytest.raises(
+        UserError, match=r'generation.engine: "vllm" draws from whole models, not from cut ones \(tp 2, pp 1'
+    ):
+        made.attach(source)
