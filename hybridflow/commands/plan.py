@@ -90,7 +90,7 @@ def _bytes(need: Need, name: str) -> int:
 
 def _notes(found: Sequence[Need]) -> Iterator[str]:
     yield ""
-    yield "Responses are taken to be as long as they may, and rows of a microbatch to be equally long. Not counted: what the"
+    yield "Responses are taken to be as long as they may, and rows of a microbatch to be equally long. Not counted: what"
     yield "libraries take, 0.2 GB of it when training begins; text, reward functions, and freed memory that malloc keeps."
     if any(not need.footprint.working for need in found):
         yield "Of networks for environments and of vLLM, activations and caches are not counted."

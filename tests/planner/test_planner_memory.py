@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import in_processes
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.core.batch import Batch, Ragged
@@ -149,12 +150,24 @@ WIDE = DecoderSpec("llama", 4096, 128, 344, 4, 4, 2, 32, 2048)
 
 
 def allocated(call: Callable[[], object]) -> int:
-    """The most that torch allocates at once in a call, beyond what was there."""
+    """The most that torch allocates at once in a call, beyond what was there; what was there before may be freed."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return int(live.max())
+    results = recorded.profiler.kineto_results
+    pending, events = list(results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    sizes: dict[int, int] = {}
+    live = most = 0
+    for _, place, size in sorted(events, key=lambda event: event[0]):
+        live += size if size > 0 else -sizes.pop(place, 0)
+        if size > 0:
+            sizes[place] = size
+        most = max(most, live)
+    return most
 
 
 def learner(head: Head, dtype: torch.dtype, checkpointing: bool, token_budget: int) -> Learner:
