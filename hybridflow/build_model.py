@@ -170,13 +170,13 @@ def part_at(spec: DecoderSpec, lines: Lines) -> Part:
     if stages > spec.num_layers:
         raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
     layers = split_layers(spec.num_layers, stages)[lines.pp.index]
-    return Part(layers, first=lines.pp.index == 0, last=lines.pp.index == stages - 1, tp=lines.tp)
+    return Part(layers, first=lines.pp.index == 0, last=lines.pp.index == stages - 1, tp=lines.tp, cp=lines.cp)
 
 
 def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> None:
     """UserError, before any model loads: one has fewer layers, heads, ... than its section's mesh has ranks for them, or
     ``optimizer.freeze`` names nothing in it, which no rank with a part of the model could tell."""
-    for role, (tp, pp) in config.cuts.items():
+    for role, (tp, pp, _) in config.cuts.items():
         section = config.model_sections[role]
         source = actor if role == "actor" else source_like_actor(section, config, actor, vocab_size)
         try:

@@ -6,6 +6,7 @@ and tokenizer are the real ones: the rows of the first step say how many and how
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from hybridflow.config import RunConfig
 from hybridflow.controller.trace_runtime import TraceRuntime, Workload
 from hybridflow.core.batch import Batch
 from hybridflow.core.graph import DRIVER, Graph, PoolSize, RoleSize
-from hybridflow.core.placement import Mesh, ResourcePool
+from hybridflow.core.placement import Mesh, Placement, ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
@@ -78,7 +79,7 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
         pool, mesh = placed.pool_of(role.name), placed.mesh_of(role.name, role.max_workers)
         size = _role_size(role, runtime, where, mesh)
         learner = runtime.shared.get(role.name, role.name)
-        if placed.pool_of(learner) != pool or (learner in placed.cuts and learner != role.name):
+        if placed.pool_of(learner) != pool or (_cut_model(placed, learner) and learner != role.name):
             copied = _network_bytes(runtime.roles[learner])
             size = replace(size, model=f"a copy of the {learner}'s", copy_of=learner, weight_bytes=copied)
         if size.where == DRIVER and config.runtime.kind == "ray":
@@ -86,6 +87,12 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
         graph.roles.append(replace(size, pool=pool.name, mesh=str(mesh)))
     if config.runtime.kind == "ray":
         graph.pools = [_pool_size(pool, graph.roles) for pool in placed.pools]
+
+
+def _cut_model(placed: Placement, role: str) -> bool:
+    """Whether a process holds but a part of the role's model."""
+    tp, pp, _ = placed.cuts.get(role, (1, 1, 1))
+    return tp * pp > 1
 
 
 def _network_bytes(learner: Role[Any]) -> int:
@@ -114,8 +121,7 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, mesh: Mesh) -
 
 def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleSize:
     """Parameters are those of the whole model; bytes those of the rank that holds most of it."""
-    dp = Line(mesh.dp)
-    whole = held(args, Lines(dp))
+    whole = held(args, Lines(dp_cp=Line(mesh.copies)))
     places = places_of(mesh)
     ranks = [held(args, lines) for lines in places] if len(places) > 1 else []
     most = max(ranks, key=lambda rank: rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes, default=whole)
@@ -134,7 +140,8 @@ def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleS
 
 def places_of(mesh: Mesh) -> list[Lines]:
     """The ranks of one copy of a model."""
-    return [Lines(Line(mesh.dp), Line(mesh.tp, i), Line(mesh.pp, j)) for i in range(mesh.tp) for j in range(mesh.pp)]
+    copies, places = Line(mesh.copies), itertools.product(range(mesh.tp), range(mesh.pp))
+    return [Lines(tp=Line(mesh.tp, t), pp=Line(mesh.pp, p), dp_cp=copies) for t, p in places]
 
 
 def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
@@ -157,5 +164,5 @@ def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
     gradients, optimizer = training_bytes(main)
     if args["shard"] == "zero1":
-        optimizer = sharded_bytes(main, lines.dp.size)
+        optimizer = sharded_bytes(main, lines.dp_cp.size)
     return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)

@@ -77,6 +77,8 @@ class MeshConfig(Config):
     """tensor parallelism: so many processes hold a slice of every weight"""
     pp: int = Field(1, ge=1)
     """pipeline parallelism: so many processes hold some of the layers"""
+    cp: int = Field(1, ge=1)
+    """context parallelism, for long sequences: so many processes have some tokens of every sequence"""
 
 
 class TrainedMeshConfig(MeshConfig):
@@ -293,10 +295,11 @@ class RunConfig(Config):
         return {name: sections[name] for name in self.models if name in sections}
 
     @property
-    def cuts(self) -> dict[str, tuple[int, int]]:
-        """(tp, pp) of the roles whose models are cut."""
-        meshes = {name: (section.mesh.tp, section.mesh.pp) for name, section in self.model_sections.items()}
-        return {name: mesh for name, mesh in meshes.items() if mesh != (1, 1)}
+    def cuts(self) -> dict[str, tuple[int, int, int]]:
+        """(tp, pp, cp) of the roles whose models or sequences are cut."""
+        meshes = {name: section.mesh for name, section in self.model_sections.items()}
+        cuts = {name: (mesh.tp, mesh.pp, mesh.cp) for name, mesh in meshes.items()}
+        return {name: cut for name, cut in cuts.items() if cut != (1, 1, 1)}
 
     @property
     def placed(self) -> Placement:
@@ -408,12 +411,13 @@ def _section(role: str) -> str:
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[str]:
-    """A pool holds a whole number of models."""
-    for name, (tp, pp) in config.cuts.items():
-        pool = config.placed.pool_of(name)
-        if pool.size % (tp * pp):
-            found = f"{_section(name)}.mesh: tp {tp} x pp {pp} = {tp * pp} processes hold one model"
-            yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {tp * pp}"
+    """A pool holds a whole number of models, and of groups that share out the tokens of a sequence."""
+    for name, (tp, pp, cp) in config.cuts.items():
+        pool, size = config.placed.pool_of(name), tp * pp * cp
+        if pool.size % size:
+            shape, what = (f" x cp {cp}", "share one sequence") if cp > 1 else ("", "hold one model")
+            found = f"{_section(name)}.mesh: tp {tp} x pp {pp}{shape} = {size} processes {what}"
+            yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

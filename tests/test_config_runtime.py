@@ -89,7 +89,7 @@ def test_all_that_is_missing_is_told_at_once() -> None:
 def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_parallel() -> None:
     keys = {"algorithm": "safe_rlhf", "cost__functions": [WORDS], "kl__coef": 0.1, "placement__pools": {"main": 8}}
     placed = on_ray(REVERSE, **keys, actor__mesh={"tp": 2, "pp": 2}, critic={"mesh": {"pp": 4}}).placed
-    assert placed.cuts == {"actor": (2, 2), "critic": (1, 4), "cost_critic": (1, 4)}
+    assert placed.cuts == {"actor": (2, 2, 1), "critic": (1, 4, 1), "cost_critic": (1, 4, 1)}
     assert placed.mesh_of("actor", None) == Mesh(dp=2, tp=2, pp=2) and placed.mesh_of("cost_critic", None) == Mesh(2, 1, 4)
     assert placed.mesh_of("reference", None) == placed.mesh_of("sampler", None) == Mesh(dp=8)
     with pytest.raises(ConfigError) as told:

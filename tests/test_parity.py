@@ -40,6 +40,7 @@ from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
+from hybridflow.workers.zero import ShardMode
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,10 @@ MESHES = {
         (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 4, 1), (1, 1, 4), (4, 1, 2), (4, 1, 1)
     ]
 }  # fmt: skip
+MESHES |= {
+    f"{dp}x{tp}x{pp}x{cp}": Mesh(dp=dp, tp=tp, pp=pp, cp=cp)
+    for dp, tp, pp, cp in [(1, 1, 1, 2), (1, 1, 1, 4), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1, 2)]
+}
 SPECS = {
     "llama": DecoderSpec("llama", 31, 16, 26, 4, 4, 2, 4, 64),
     "qwen2": DecoderSpec("qwen2", 33, 16, 22, 4, 4, 4, 4, 64, tied=False, qkv_bias=True),
@@ -104,6 +109,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     max_grad_norm: float = 0.5
+    shard: ShardMode = "none"
 
     @property
     def data(self) -> Batch:
@@ -121,7 +127,8 @@ class Case(NamedTuple):
     def learner(self, context: WorkerContext) -> Learner:
         optimizer = OptimizerConfig(lr=0.003, max_grad_norm=self.max_grad_norm, weight_decay=0.01, freeze=self.freeze)
         plan = UpdatePlan(minibatches=self.minibatches, token_budget=self.token_budget)
-        return Learner(context, networks=self.networks, optimizer=optimizer, plan=plan, total_steps=10, seed=1)
+        settings: dict[str, Any] = {"optimizer": optimizer, "plan": plan, "total_steps": 10, "seed": 1, "shard": self.shard}
+        return Learner(context, networks=self.networks, **settings)
 
 
 def warm_critic(source: DecoderSource, lines: Lines = Lines()) -> dict[str, nn.Module]:  # noqa: B008
@@ -149,14 +156,16 @@ CASES = {
     "partly frozen": Case("odd", cross_entropy.bind(), freeze=("layers.[234].qkv.*", "norm*")),
     "adamw": Case("qwen2", PPO, sgd=False),
     "bfloat16": Case("llama", PPO, sgd=False, dtype=torch.bfloat16),
+    "zero1": Case("qwen2", PPO, sgd=False, shard="zero1"),
 }
 
 
 FEW = ("llama", "qwen2", "odd", "value", "dpo")
 """The cases of meshes that are combinations of others, and slow: many processes that each wait for all others."""
-SLOW = ("2x2x1", "1x2x2", "2x2x2", "1x4x1")
+SLOW = ("2x2x1", "1x2x2", "2x2x2", "1x4x1", "2x1x1x2", "1x2x1x2", "1x1x2x2", "2x2x1x2")
 # Case by case: so ranks that a mesh has no use for don't wait long for the next mesh that they are in.
-CELLS = [(mesh, case) for case in CASES for mesh in MESHES if case in FEW or mesh not in SLOW]
+CELLS = [(mesh, case) for case in CASES if case != "zero1" for mesh in MESHES if case in FEW or mesh not in SLOW]
+CELLS += [(mesh, "zero1") for mesh in ("1x1x1x2", "2x1x1x2")]
 
 
 class Outcome(NamedTuple):
@@ -218,7 +227,7 @@ def context_of(mesh: Mesh, rank: int, lines: ProcessMesh) -> WorkerContext:
 
 
 SAVED = "2x2x2"
-GOES_ON = ("2x2x2", "4x1x1", "1x2x1", "1x1x4")
+GOES_ON = ("2x2x2", "4x1x1", "1x2x1", "1x1x4", "1x1x2x2")
 KEPT = {
     "tied": Case("llama", PPO, sgd=False, minibatches=1),
     "untied, bfloat16": Case("qwen2", PPO, sgd=False, minibatches=1, dtype=torch.bfloat16),

@@ -3,7 +3,7 @@
     protocol              a rank gets                               the result comes from
     ONE_TO_ALL            all rows                                  rank 0 (of control methods: every rank)
     DP                    the rows of its rank                      every rank
-    THREE_D               the rows of its data-parallel block       the last stage, tensor rank 0 of every block
+    THREE_D               the rows of its data-parallel block       the last stage, ranks 0 of tp and cp, of every block
     THREE_D_ALL_MICRO_DP  the rows of its generation replica        the last stage, tensor rank 0 of every replica
     VIEW                  a view of all rows, to deal by itself     the first of these
     THREE_D_PP_ONLY       what every rank gets                      the first rank of every pipeline stage
@@ -81,7 +81,7 @@ def _replica_leaders(mesh: Mesh) -> list[int]:
 
 
 def _stages(mesh: Mesh) -> list[int]:
-    return [rank for rank in range(mesh.size) if (mesh.coordinates(rank)[0], mesh.coordinates(rank)[2]) == (0, 0)]
+    return [stage * mesh.tp for stage in range(mesh.pp)]
 
 
 def _ranks(mesh: Mesh) -> Sequence[int]:

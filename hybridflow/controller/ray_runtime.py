@@ -127,7 +127,7 @@ class RayRuntime:
         """In place where both are in the same processes; otherwise the sampler gets a copy that ``publish`` renews."""
         one, other = self.roles[learner], self.roles[sampler]
         same_pool = self.placement.pool_of(learner) == self.placement.pool_of(sampler)
-        if same_pool and self.mesh(one) == self.mesh(other):
+        if same_pool and self.mesh(one).by_copies == self.mesh(other):
             self._in_place.add(sampler)
             self._each(sampler, f"{sampler}: start", lambda process: process.share.remote(learner, sampler))
         else:
@@ -139,8 +139,8 @@ class RayRuntime:
         if sampler in self._in_place:
             return
         group, mesh = self._group(learner), self.mesh(self.roles[learner])
-        block = group.processes[: mesh.size // mesh.dp]
-        asked = [process.weights.options(num_returns=2).remote(learner) for process in block]
+        copy = group.processes[: mesh.size // mesh.copies]
+        asked = [process.weights.options(num_returns=2).remote(learner) for process in copy]
         for rank, (done, _) in enumerate(asked):
             self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
         parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]

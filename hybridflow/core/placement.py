@@ -1,15 +1,15 @@
 """Where roles run, as plain data: meshes of ranks, pools of worker processes, and which role uses which pool.
 
-A *mesh* lays the ranks of one role out over data (dp), pipeline (pp) and tensor (tp) parallelism. A *pool* is a set of
-worker processes on one or several nodes; roles that share a pool share its processes and take turns, roles on different
-pools run side by side. A *transfer protocol* says how the rows of a batch reach the ranks of a mesh, and which ranks'
-outputs make the result (HybridFlow, section 4.1 and table 3).
+A *mesh* lays the ranks of one role out over data (dp), context (cp), pipeline (pp) and tensor (tp) parallelism. A *pool*
+is a set of worker processes on one or several nodes; roles that share a pool share its processes and take turns, roles on
+different pools run side by side. A *transfer protocol* says how the rows of a batch reach the ranks of a mesh, and which
+ranks' outputs make the result (HybridFlow, section 4.1 and table 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,12 +24,15 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mesh:
-    """``dp x pp x tp`` ranks; rank = (d pp + p) tp + t, so tensor-parallel ranks are neighbours.
+    """``dp x cp x pp x tp`` ranks; rank = ((d cp + c) pp + p) tp + t, so tensor-parallel ranks are neighbours.
 
-    ``generation_tp`` and ``generation_pp`` are how the same ranks generate: every data-parallel block of pp tp ranks
-    becomes pp tp / (generation_pp generation_tp) replicas of the model. Where they divide tp and pp the layouts are
+    A data-parallel block is the cp pp tp ranks with the same d: they see the same rows, and cp cuts the tokens of each. The
+    pp tp ranks with the same d and c hold one copy of the model.
+
+    ``generation_tp`` and ``generation_pp`` are how the same ranks generate: every copy, of pp tp ranks, becomes
+    pp tp / (generation_pp generation_tp) replicas of the model. Where they divide tp and pp the layouts are
     ``nested``: generation groups are strided, so that the training shard of a rank is part of its generation shard:
-    t = t_g tp / generation_tp + a and p = p_g pp / generation_pp + b, where (a, b) says which replica of the block it
+    t = t_g tp / generation_tp + a and p = p_g pp / generation_pp + b, where (a, b) says which replica of the copy it
     belongs to (section 5.3). Else the ranks of a replica are neighbours.
     """
 
@@ -38,6 +41,7 @@ class Mesh:
     pp: int = 1
     generation_tp: int | None = None
     generation_pp: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for axis in fields(self):
@@ -59,16 +63,30 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.pp * self.tp
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model while training."""
+        return self.dp * self.cp
+
+    @property
+    def by_copies(self) -> Mesh:
+        """The same ranks in the same places, each copy of the model a data-parallel block of its own."""
+        return replace(self, dp=self.copies, cp=1)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(d, p, t) of a rank."""
-        return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+        """(d, p, t) of a rank; c is its ``context``."""
+        return rank // (self.cp * self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+
+    def context(self, rank: int) -> int:
+        """c of a rank: which tokens of its block's rows it has."""
+        return rank // (self.pp * self.tp) % self.cp
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
-        """The rank of each data-parallel block that has its outputs: the last pipeline stage, tensor rank 0."""
-        return tuple(rank for rank in range(self.size) if self.coordinates(rank)[1:] == (self.pp - 1, 0))
+        """The rank of each data-parallel block that has its outputs: the last pipeline stage, ranks 0 of tp and cp."""
+        return tuple(d * self.cp * self.pp * self.tp + (self.pp - 1) * self.tp for d in range(self.dp))
 
     @property
     def nested(self) -> bool:
@@ -78,7 +96,7 @@ class Mesh:
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model while generating (the paper's micro data-parallel size times dp)."""
+        """Copies of the model while generating (the paper's micro data-parallel size times dp, and cp)."""
         generation_tp, generation_pp = self.generation
         return self.size // (generation_tp * generation_pp)
 
@@ -87,8 +105,8 @@ class Mesh:
         if not self.nested:
             return self.neighbouring_replica(rank)
         (d, p, t), (generation_tp, generation_pp) = self.coordinates(rank), self.generation
-        stride_t, stride_p = self.tp // generation_tp, self.pp // generation_pp
-        return (d * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
+        stride_t, stride_p, copy = self.tp // generation_tp, self.pp // generation_pp, d * self.cp + self.context(rank)
+        return (copy * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
 
     def neighbouring_replica(self, rank: int) -> tuple[int, int, int]:
         """``replica`` if replicas were ranks in a row, as in Megatron-LM: the vanilla grouping."""
@@ -97,7 +115,7 @@ class Mesh:
         return replica, place // generation_tp, place % generation_tp
 
     def __str__(self) -> str:
-        axes = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        axes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         shown = [f"{name} {size}" for name, size in axes.items() if size > 1]
         return " x ".join(shown) or "1"
 
@@ -137,14 +155,14 @@ class ResourcePool:
 @dataclass(frozen=True)
 class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
-    weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp) of roles whose models
-    are cut over several processes."""
+    weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp, cp) of roles whose
+    models or sequences are cut over several processes."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
     default: str = "main"
     offload: tuple[str, ...] = ()
-    cuts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -152,5 +170,6 @@ class Placement:
 
     def mesh_of(self, role: str, max_workers: int | None) -> Mesh:
         """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
-        size, (tp, pp) = self.pool_of(role).size, self.cuts.get(role, (1, 1))
-        return Mesh(dp=(size if max_workers is None else min(size, max_workers)) // (tp * pp), tp=tp, pp=pp)
+        size, (tp, pp, cp) = self.pool_of(role).size, self.cuts.get(role, (1, 1, 1))
+        size = size if max_workers is None else min(size, max_workers)
+        return Mesh(dp=size // (tp * pp * cp), tp=tp, pp=pp, cp=cp)

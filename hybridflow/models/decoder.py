@@ -20,19 +20,31 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.models.layout import Fused, decoder_shards, fused_rows, local_spec
 from hybridflow.models.spec import DecoderSpec, RopeScaling
 from hybridflow.ops.linear import linear
+from hybridflow.parallel.context import num_own
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.shard import Shard, lengths
 from hybridflow.parallel.tensor import Region, VocabShard, take
 
-__all__ = ["Attend", "CausalAttention", "Decoder", "Part", "init_weights", "rope_frequencies", "sum_tied"]
+__all__ = [
+    "Attend",
+    "CausalAttention",
+    "Decoder",
+    "Part",
+    "computed_in",
+    "init_weights",
+    "rope_frequencies",
+    "sum_tied",
+]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]"""
@@ -48,7 +60,8 @@ class Part:
 
     The ``first`` pipeline stage has the embedding, the ``last`` the final norm and, if ``head``, the head's matrix. A head
     that is tied to an embedding on another stage is a copy of it, see ``sum_tied``. With ``sequence_parallel`` the ranks
-    of ``tp`` cut the tokens among them where they would all do the same with them.
+    of ``tp`` cut the tokens among them where they would all do the same with them. ``cp``: the ranks that have the other
+    tokens of its sequences; the decoder itself knows its own tokens alone.
 
     With ``pieces`` k each slice is stored as k smaller ones, those of ranks index k to (index + 1) k - 1 of a line of
     tp.size k: what they hold while training, see ``models.layout``.
@@ -61,6 +74,7 @@ class Part:
     tp: Line = ALONE
     sequence_parallel: bool = False
     pieces: int = 1
+    cp: Line = ALONE
 
 
 class Decoder(nn.Module):
@@ -124,9 +138,9 @@ class Decoder(nn.Module):
         tp = self.part.tp
         return VocabShard(tp, self.spec.vocab_size) if tp.size > 1 else None
 
-    def num_states(self, tokens: int) -> int:
-        """n, how many states a pipeline stage hands on, of N = ``tokens``."""
-        tp = self.part.tp
+    def num_states(self, sequences: NDArray[np.int64]) -> int:
+        """n, how many states a pipeline stage hands on, of ``sequences`` [B] of so many tokens."""
+        tp, tokens = self.part.tp, num_own(sequences, self.part.cp)
         return lengths(tokens, tp.size)[tp.index] if self.part.sequence_parallel else tokens
 
     @property
@@ -248,8 +262,8 @@ class CausalAttention:
         self.rectangular = bool(self.valid.all())
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype, slow = q.dtype, q.dtype == torch.bfloat16 and q.device.type == "cpu" and self.width <= SLOW_WIDTH
-        q, k, v = (self.pad(x.float() if slow else x).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, E]
+        dtype, exact = q.dtype, computed_in(q, self.width)
+        q, k, v = (self.pad(x.to(exact)).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, E]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         out = out.transpose(1, 2).to(dtype)
         return out.flatten(0, 1) if self.rectangular else out[self.valid]
@@ -266,6 +280,12 @@ class CausalAttention:
     def positions(self) -> Tensor:
         """[N]: place of every packed token in its sequence."""
         return torch.arange(self.width, device=self.lengths.device).expand_as(self.valid)[self.valid]
+
+
+def computed_in(q: Tensor, width: int) -> torch.dtype:
+    """The type to attend in, over sequences of up to ``width`` tokens."""
+    slow = q.dtype == torch.bfloat16 and q.device.type == "cpu" and width <= SLOW_WIDTH
+    return torch.float32 if slow else q.dtype
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,8 +6,8 @@
     out, down                 the columns that match; their biases are whole
     norms                     whole
 
-Everything is cut at i n // size, so nothing has to divide. With fewer key-value heads than ranks, the ranks are dealt to
-the key-value heads instead, and those of one head keep a copy of it each and share its query heads.
+Everything is cut at i n // size, so nothing has to divide. With fewer key-value heads than ranks, some ranks keep copies of
+one (see ``deal_heads``).
 
 While generating, a rank of a line may hold what ``pieces`` neighbours hold while training, one behind the other, so that
 its own training slice is a part of what it reads:
@@ -23,7 +23,7 @@ from math import gcd
 
 from hybridflow.core.errors import UserError
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.parallel.shard import Shard, cuts, lengths
+from hybridflow.parallel.shard import Shard, cuts, deal_heads, lengths
 
 __all__ = ["Fused", "decoder_shards", "fused_rows", "head_cut", "local_spec"]
 
@@ -40,13 +40,7 @@ def head_cut(spec: DecoderSpec, index: int, size: int) -> tuple[range, range, bo
     ):
         if size > number:
             raise UserError(f"mesh: tp = {size}, but the model has {number} {what}: a rank needs one; lower tp to {number}")
-    group = spec.num_heads // spec.num_kv_heads
-    if size <= spec.num_kv_heads:
-        kv = cuts(spec.num_kv_heads, size)[index]
-        return range(kv.start * group, kv.stop * group), kv, True
-    head, ranks = next((h, ranks) for h, ranks in enumerate(cuts(size, spec.num_kv_heads)) if index in ranks)
-    share = cuts(group, len(ranks))[index - ranks.start]
-    return range(head * group + share.start, head * group + share.stop), range(head, head + 1), index == ranks.start
+    return deal_heads(spec.num_heads, spec.num_kv_heads, size)[index]
 
 
 def local_spec(spec: DecoderSpec, index: int, size: int, pieces: int = 1) -> DecoderSpec:

@@ -8,24 +8,30 @@ sequences are never split). The hidden state at position t - 1 decides about tok
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError
-from hybridflow.models.decoder import CausalAttention, Decoder
+from hybridflow.models.context import ContextAttention
+from hybridflow.models.decoder import Attend, CausalAttention, Decoder
 from hybridflow.ops.log_probs import log_probs_and_entropy
+from hybridflow.parallel.context import Dealt, holders
 from hybridflow.parallel.shard import Shard
 
 __all__ = ["Packed", "TextCritic", "TextPolicy", "TextReward", "fresh_score", "network_shards"]
 
+Places = NDArray[np.int64]
+
 
 class Packed(NamedTuple):
-    """What a decoder reads: see its ``forward``."""
+    """What a decoder reads: see its ``forward``; with context parallelism, of the tokens of this rank."""
 
     tokens: Tensor
     positions: Tensor
-    attend: CausalAttention
+    attend: Attend
     outputs: Tensor
 
 
@@ -45,16 +51,17 @@ class TextPolicy(nn.Module):
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
-        return pack_actions(batch, self.decoder.anchor.device)
+        return pack_rows(batch.ragged("tokens"), deciding(batch), self.decoder)
 
     def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """``outputs`` from what the last stage returns."""
         targets = torch.tensor(batch.ragged("tokens").values[batch.ragged("response_mask").values], device=hidden.device)
+        wanted = dealt(batch.ragged("tokens"), deciding(batch), self.decoder)
         weight, shard = self.decoder.head_weight, self.decoder.vocabulary
         log_probs, entropy = log_probs_and_entropy(
-            hidden, weight, targets, temperature=self.temperature, shard=shard, entropy=True
+            hidden, weight, wanted.take(targets), temperature=self.temperature, shard=shard, entropy=True
         )
-        return {"log_probs": log_probs, "entropy": entropy}
+        return {"log_probs": wanted.whole(log_probs), "entropy": wanted.whole(entropy)}
 
 
 class TextCritic(nn.Module):
@@ -79,11 +86,12 @@ class TextCritic(nn.Module):
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
-        return pack_actions(batch, self.decoder.anchor.device)
+        return pack_rows(batch.ragged("tokens"), deciding(batch), self.decoder)
 
     def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """``outputs`` from what the last stage returns."""
-        return {"values": self.head(hidden).squeeze(-1).float()}
+        wanted = dealt(batch.ragged("tokens"), deciding(batch), self.decoder)
+        return {"values": wanted.whole(self.head(hidden).squeeze(-1).float())}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] zeros: a response always ends its episode, also where the length limit ends it."""
@@ -111,12 +119,14 @@ class TextReward(nn.Module):
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
         tokens = batch.ragged("tokens")
-        return pack_rows(tokens, torch.from_numpy(tokens.offsets[1:] - 1), self.decoder.anchor.device)
+        return pack_rows(tokens, tokens.offsets[1:] - 1, self.decoder)
 
     def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """``outputs`` from what the last stage returns."""
         # In fp32 whatever the dtype of the weights: bf16 has 256 numbers between 2 and 4, so scores would often tie.
-        return {"scores": hidden.float() @ self.score[0].float()}
+        tokens = batch.ragged("tokens")
+        wanted = dealt(tokens, tokens.offsets[1:] - 1, self.decoder)
+        return {"scores": wanted.whole(hidden.float() @ self.score[0].float())}
 
 
 def fresh_score(decoder: Decoder, generator: torch.Generator) -> Tensor:
@@ -137,16 +147,28 @@ def network_shards(network: nn.Module) -> dict[str, Shard]:
     return shards
 
 
-def pack_rows(tokens: Ragged, places: Tensor, device: torch.device) -> Packed:
+def pack_rows(tokens: Ragged, places: Places, decoder: Decoder) -> Packed:
     """Each row is a sequence of its own; the tokens at ``places`` [M] of the packed axis are wanted."""
-    attention = CausalAttention(torch.tensor(tokens.lengths, device=device))
-    return Packed(torch.tensor(tokens.values, device=device), attention.positions, attention, places.to(device))
+    values, device, cp = torch.tensor(tokens.values), decoder.anchor.device, decoder.part.cp
+    if cp.size == 1:
+        causal = CausalAttention(torch.tensor(tokens.lengths, device=device))
+        return Packed(values.to(device), causal.positions, causal, torch.from_numpy(places).to(device))
+    attention = ContextAttention(tokens.lengths, cp, device)
+    own = attention.dealt.own
+    wanted = np.searchsorted(own, places[np.isin(places, own)])
+    return Packed(values[own].to(device), attention.positions, attention, torch.from_numpy(wanted).to(device))
 
 
-def pack_actions(batch: Batch, device: torch.device) -> Packed:
-    """The tokens that decide about the action steps are wanted."""
+def dealt(tokens: Ragged, places: Places, decoder: Decoder) -> Dealt:
+    """Which rank of the decoder's context-parallel line has which of the tokens at ``places``."""
+    cp = decoder.part.cp
+    return Dealt(holders(tokens.lengths, cp.size)[places] if cp.size > 1 else np.zeros(len(places), np.int64), cp)
+
+
+def deciding(batch: Batch) -> Places:
+    """[N]: the places of the tokens that decide about the action steps."""
     tokens, mask = batch.ragged("tokens"), batch.ragged("response_mask").values
-    places = torch.from_numpy(mask.nonzero()[0])
-    if (tokens.offsets[:-1][tokens.row_index[mask]] == places.numpy()).any():
+    places = mask.nonzero()[0]
+    if (tokens.offsets[:-1][tokens.row_index[mask]] == places).any():
         raise ContractError("response_mask is True on a first token; a prompt has at least one token")
-    return pack_rows(tokens, places - 1, device)
+    return places - 1

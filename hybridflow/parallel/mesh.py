@@ -18,7 +18,7 @@ __all__ = ["ALONE", "Line", "ProcessMesh"]
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks of a mesh that differ in one axis: this is number ``index`` of ``size``.
+    """The ranks of a mesh that differ in one axis, or in two: this is number ``index`` of ``size``.
 
     A line of one communicates nothing and needs no ``group``. Every rank of the line makes the same calls in the same
     order. gloo mixes up tensors that don't lie row by row, so all methods take care of that.
@@ -80,6 +80,11 @@ class Line:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
 
+    def all_to_all(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send ``sent[i]`` to rank i, and fill ``received[i]`` by what rank i sends here. All lie row by row."""
+        received[self.index].copy_(sent[self.index])
+        self._exchange("all_to_all", sent, received)
+
     def add(self, x: Tensor, peer: int) -> Tensor:
         """``x``, in place, plus that of rank ``peer`` of the line, which calls this with our index."""
         theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -109,7 +114,8 @@ ALONE = Line()
 
 
 class ProcessMesh:
-    """The lines of ``rank`` along data, pipeline and tensor parallelism.
+    """The lines of ``rank`` along data, context, pipeline and tensor parallelism, and along the first two together: the
+    ranks of ``dp_cp`` hold the same parameters, of which each sees other tokens.
 
     Every process of the world makes one, in the same order and with the same ``mesh``, as torch demands for groups; for a
     process outside of the mesh all lines are of one. ``groups``: those made before, by their ranks; new ones are added.
@@ -124,14 +130,16 @@ class ProcessMesh:
     ) -> None:
         self.mesh, self.rank, self._timeout = mesh, rank, timeout
         self._groups = {} if groups is None else groups
-        self.dp, self.pp, self.tp = (self._line(axis) for axis in range(3))
+        self.dp, self.cp, self.pp, self.tp = (self._line(axis) for axis in "dcpt")
+        self.dp_cp = self._line("dc") if mesh.cp > 1 else self.dp
 
-    def _line(self, axis: int) -> Line:
-        """Of the axis at this place of ``Mesh.coordinates``."""
+    def _line(self, axes: str) -> Line:
+        """Of ranks that differ in these coordinates alone."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.mesh.size):
-            place = self.mesh.coordinates(rank)
-            lines.setdefault(place[:axis] + place[axis + 1 :], []).append(rank)
+            d, p, t = self.mesh.coordinates(rank)
+            place = {"d": d, "c": self.mesh.context(rank), "p": p, "t": t}
+            lines.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
         mine = ALONE
         for ranks in lines.values():
             if len(ranks) == 1:

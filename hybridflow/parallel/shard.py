@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Shard", "cuts", "lengths"]
+__all__ = ["Shard", "cuts", "deal_heads", "lengths"]
 
 
 def cuts(n: int, parts: int) -> list[range]:
@@ -16,6 +16,23 @@ def cuts(n: int, parts: int) -> list[range]:
 def lengths(n: int, parts: int) -> list[int]:
     """How many things each of ``cuts`` has."""
     return [len(part) for part in cuts(n, parts)]
+
+
+def deal_heads(heads: int, kv_heads: int, ranks: int) -> list[tuple[range, range, bool]]:
+    """(query heads, the key-value heads that they read, whether it owns the latter) of each of at most ``heads`` ranks.
+
+    Key-value heads are cut; with fewer of them than ranks, the ranks are dealt to the key-value heads instead, and those of
+    one head keep a copy of it each and share its query heads.
+    """
+    group = heads // kv_heads
+    if ranks <= kv_heads:
+        return [(range(kv.start * group, kv.stop * group), kv, True) for kv in cuts(kv_heads, ranks)]
+    dealt = []
+    for head, sharing in enumerate(cuts(ranks, kv_heads)):
+        for number, share in enumerate(cuts(group, len(sharing))):
+            queries = range(head * group + share.start, head * group + share.stop)
+            dealt.append((queries, range(head, head + 1), number == 0))
+    return dealt
 
 
 @dataclass(frozen=True)

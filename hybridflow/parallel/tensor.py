@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.shard import Shard, lengths
 
-__all__ = ["Region", "VocabShard", "gradient_norm", "sum_shared", "take"]
+__all__ = ["Region", "VocabShard", "exchange", "gradient_norm", "sum_shared", "take"]
 
 Collective = Callable[[Tensor], Tensor]
 
@@ -44,6 +44,11 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.backward_collective(grad), None, None
+
+
+def exchange(x: Tensor, forward: Collective, backward: Collective) -> Tensor:
+    """``forward(x)``, whose gradient is ``backward`` of the result's."""
+    return _Exchange.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _same(x: Tensor) -> Tensor:
@@ -70,9 +75,9 @@ class Region:
         if self.line.size == 1 or not (self.sequence or torch.is_grad_enabled()):
             return x
         if not self.sequence:
-            return self._apply(x, _same, partial(_sum, self.line))
+            return exchange(x, _same, partial(_sum, self.line))
         sizes = lengths(total, self.line.size)
-        return self._apply(x, partial(self.line.all_gather, sizes=sizes), partial(self.line.reduce_scatter, sizes=sizes))
+        return exchange(x, partial(self.line.all_gather, sizes=sizes), partial(self.line.reduce_scatter, sizes=sizes))
 
     def leave(self, x: Tensor) -> Tensor:
         """x [N, ...], of which each rank has a summand -> the sum [n, ...]."""
@@ -81,9 +86,9 @@ class Region:
         if not self.sequence:
             if not torch.is_grad_enabled():
                 return self.line.all_reduce(x)
-            return self._apply(x, partial(_sum, self.line), _same)
+            return exchange(x, partial(_sum, self.line), _same)
         sizes = lengths(len(x), self.line.size)
-        return self._apply(x, partial(self.line.reduce_scatter, sizes=sizes), partial(self.line.all_gather, sizes=sizes))
+        return exchange(x, partial(self.line.reduce_scatter, sizes=sizes), partial(self.line.all_gather, sizes=sizes))
 
     def whole(self, x: Tensor, total: int) -> Tensor:
         """x [n, ...] -> [N, ...], to be used in the same way on every rank: each has the full gradient."""
@@ -91,17 +96,13 @@ class Region:
             return x
         sizes = lengths(total, self.line.size)
         own = slice(sum(sizes[: self.line.index]), sum(sizes[: self.line.index + 1]))
-        return self._apply(x, partial(self.line.all_gather, sizes=sizes), lambda grad: grad[own])
+        return exchange(x, partial(self.line.all_gather, sizes=sizes), lambda grad: grad[own])
 
     def own(self, x: Tensor) -> Tensor:
         """x [N, ...] -> the tokens of this rank [n, ...], without communication: only this rank's use counts."""
         if self.line.size == 1 or not self.sequence:
             return x
         return torch.split(x, lengths(len(x), self.line.size))[self.line.index]
-
-    @staticmethod
-    def _apply(x: Tensor, forward: Collective, backward: Collective) -> Tensor:
-        return _Exchange.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)

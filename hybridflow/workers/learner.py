@@ -59,10 +59,10 @@ class Networks:
 
     def at(self, lines: Lines) -> dict[str, nn.Module]:
         """What the rank at this place of a mesh holds. UserError if they can't be cut."""
-        if lines.whole:
+        if lines.whole and lines.cp.size == 1:
             return dict(self.build())
         if self.part is None:
-            raise UserError(f"mesh: {self.model} can't be cut; use tp = 1 and pp = 1 for it")
+            raise UserError(f"mesh: {self.model} can't be cut; use tp = 1, pp = 1 and cp = 1 for it")
         return dict(self.part(lines))
 
 
@@ -86,7 +86,7 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 class Learner(Shelved):
     """Owns networks and the optimizer of the main one. ``version`` counts updates. ``shard``: "zero1" shares the optimizer
-    out over the data-parallel ranks."""
+    out over the ranks that hold the same parameters."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Learner(Shelved):
         self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
-        if shard == "zero1" and self.lines.dp.size > 1:
+        if shard == "zero1" and self.lines.dp_cp.size > 1:
             self.optimizer: Optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
         else:
             self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
@@ -169,9 +169,16 @@ class Learner(Shelved):
 
         read = (lambda _: self.networks) if loss.on == "networks" else None
         run_microbatches(self.model, (m.batch() for m in micros), terms, self.lines.pp, train=True, read=read)
-        self.optimizer.reduce_gradients(self.context.sum if self.context.mesh.dp > 1 else None)
+        self.optimizer.reduce_gradients(self._over_copies)
         self._step(loss, samples[whole.rows.values])
         return drift
+
+    @property
+    def _over_copies(self) -> Callable[[Tensor], Tensor] | None:
+        """Sums a tensor over the ranks that hold the same parameters; None where there is one."""
+        if self.lines.cp.size > 1:
+            return self.lines.dp_cp.all_reduce
+        return self.context.sum if self.context.mesh.dp > 1 else None
 
     def _summed(self, values: np.ndarray) -> np.ndarray:
         """``values``, summed over the data-parallel blocks."""
@@ -260,7 +267,7 @@ class Learner(Shelved):
         if self.cut is None:
             if self.context.rank == 0:
                 save(self.model)
-        elif self.context.block == 0:
+        elif self.lines.dp_cp.index == 0:
             parts = gathered(self.lines.pp, self._full(tensors(self.networks, self.main)))
             if self.context.rank == 0:
                 whole = dict(self._recipe.build())[self.main]

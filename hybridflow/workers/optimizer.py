@@ -85,8 +85,8 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
 
     def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
-        """Make the gradients those of the whole minibatch. ``over_ranks`` sums a tensor over the data-parallel blocks, None
-        where there is one. Nothing may be trained here, on a stage of a pipeline."""
+        """Make the gradients those of the whole minibatch. ``over_ranks`` sums a tensor over the ranks that hold the same
+        parameters, None where there is one. Nothing may be trained here, on a stage of a pipeline."""
         if over_ranks is not None and self.masters:
             self.sum_gradients(over_ranks)
         self.sum_parts()

@@ -38,11 +38,13 @@ class Lines:
     dp: Line = ALONE
     tp: Line = ALONE
     pp: Line = ALONE
+    cp: Line = ALONE
+    dp_cp: Line = ALONE
 
     @staticmethod
     def of(context: WorkerContext) -> Lines:
         lines = context.lines
-        return WHOLE if lines is None else Lines(lines.dp, lines.tp, lines.pp)
+        return WHOLE if lines is None else Lines(lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp)
 
     @property
     def whole(self) -> bool:
@@ -84,7 +86,7 @@ def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: b
         return use(number, batch, model.read(hidden, batch)) if decoder.part.last else hidden
 
     def shape_of(number: int) -> tuple[int, ...]:
-        return decoder.num_states(int(batches[number].lengths.sum())), decoder.spec.hidden_size
+        return decoder.num_states(batches[number].lengths), decoder.spec.hidden_size
 
     plan = one_f_one_b(pp.size, len(batches)) if train else forward_only(pp.size, 1, len(batches))
     like = decoder.anchor

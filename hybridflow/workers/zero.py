@@ -1,4 +1,4 @@
-"""ZeRO-1 (Rajbhandari et al. 2020): the ranks of a data-parallel line share optimizer states and fp32 masters out.
+"""ZeRO-1 (Rajbhandari et al. 2020): the ranks that hold the same parameters share optimizer states and fp32 masters out.
 
 The trained parameters that a rank holds, one behind the other, are a row of numbers. Each rank of the line owns an equal
 part of it, whichever parameters the cuts go through, and AdamW moves what it owns alone:
@@ -73,7 +73,7 @@ class _Sum:
 
 
 class ShardedOptimizer(Optimizer):
-    """An ``Optimizer`` of which every rank of ``lines.dp`` holds a share. All of them call its methods together.
+    """An ``Optimizer`` of which every rank of ``lines.dp_cp`` holds a share. All of them call its methods together.
 
     ``masters`` are the pieces [n] of parameters that this rank owns: views of fp32 weights, and copies of others.
     """
@@ -87,9 +87,9 @@ class ShardedOptimizer(Optimizer):
 
     def _make_masters(self) -> dict[str, Tensor]:
         self.shares = share_out(
-            {name: parameter.numel() for name, parameter in self.parameters.items()}, self.lines.dp.size
+            {name: parameter.numel() for name, parameter in self.parameters.items()}, self.lines.dp_cp.size
         )
-        self.share = self.shares[self.lines.dp.index]
+        self.share = self.shares[self.lines.dp_cp.index]
         self._sums: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             self._sums[name] = parameter
@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         self.sum_parts()
         flat = torch.cat([x for share in self.shares for x in self._summands(share)])
         self.zero_grad()
-        sums = self.lines.dp.reduce_scatter(flat, [len(share) + sum(map(len, share.values())) for share in self.shares])
+        sums = self.lines.dp_cp.reduce_scatter(flat, [len(share) + sum(map(len, share.values())) for share in self.shares])
         there, *pieces = torch.split(sums, [len(self.share), *map(len, self.share.values())])
         for master, piece, count in zip(self.masters.values(), pieces, there.tolist(), strict=True):
             master.grad = piece if count else None
@@ -138,7 +138,7 @@ class ShardedOptimizer(Optimizer):
     def clip(self) -> float:
         gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         lines = self.lines
-        norm = float(gradient_norm(gradients, self._owned, (lines.dp, lines.tp, lines.pp)))
+        norm = float(gradient_norm(gradients, self._owned, (lines.dp_cp, lines.tp, lines.pp)))
         self._scale_down(gradients, norm)
         return norm
 
@@ -157,8 +157,8 @@ class ShardedOptimizer(Optimizer):
         shares = [{name: run for name, run in share.items() if name in names} for share in self.shares]
         shapes = {name: parameter.shape for name, parameter in self.parameters.items() if name in names}
         empty = self._anchor.new_empty(0, dtype=dtype)
-        own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp.index])])
-        row = self.lines.dp.all_gather(own, [sum(map(len, share.values())) for share in shares])
+        own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp_cp.index])])
+        row = self.lines.dp_cp.all_gather(own, [sum(map(len, share.values())) for share in shares])
         parts = torch.split(row, [shape.numel() for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
@@ -177,7 +177,7 @@ class ShardedOptimizer(Optimizer):
     def _all_counts(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The steps of every parameter that has taken one, from those of this rank's share."""
         own = torch.tensor([float(counts.get(name, 0)) for name in self.share], device=self._anchor.device)
-        row = self.lines.dp.all_gather(own, [len(share) for share in self.shares])
+        row = self.lines.dp_cp.all_gather(own, [len(share) for share in self.shares])
         names = [name for share in self.shares for name in share]
         return {name: count.clone() for name, count in zip(names, row, strict=True) if count}
 
