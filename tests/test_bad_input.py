@@ -156,6 +156,11 @@ def one_line(outcome: Outcome) -> str:
             "actor.mesh: tp 2 x pp 2 = 4 processes hold one model, but pool 'main' has 6 workers; make it a multiple of 4",
         ),
         (
+            {"runtime": RAY, "placement__pools": {"main": 6}, "actor__mesh": {"tp": 2, "cp": 2}},
+            "actor.mesh: tp 2 x pp 1 x cp 2 = 4 processes share one sequence, but pool 'main' has 6 workers; make it a mul",
+        ),
+        ({"actor__mesh": {"cp": 2}}, "actor.mesh: a cut model needs several processes"),
+        (
             {"runtime": RAY, "placement__pools": {"main": 3}, "actor__mesh": {"pp": 3}},
             "actor.mesh: pp = 3, but the model has 2 layers; lower pp to 2",
         ),

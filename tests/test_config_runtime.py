@@ -97,7 +97,13 @@ def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_
     assert len(told.value.problems) == 1 and "critic.mesh: tp 3 x pp 1 = 3 processes" in told.value.problems[0]
 
 
+def test_context_parallelism_is_part_of_a_mesh() -> None:
+    placed = on_ray(REVERSE, placement__pools={"main": 8}, actor__mesh={"tp": 2, "cp": 2}).placed
+    assert placed.mesh_of("actor", None) == Mesh(dp=2, tp=2, cp=2) and placed.mesh_of("sampler", None) == Mesh(dp=8)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
 @pytest.mark.parametrize("kind", ["ray", "local"])
-def test_networks_for_environments_are_not_cut(kind: str) -> None:
+def test_networks_for_environments_are_not_cut(kind: str, axis: str) -> None:
     with pytest.raises(ConfigError, match=r"actor\.mesh: networks for environments can't be cut; remove it"):
-        on_ray(CARTPOLE, runtime__kind=kind, actor__mesh={"tp": 2})
+        on_ray(CARTPOLE, runtime__kind=kind, actor__mesh={axis: 2})

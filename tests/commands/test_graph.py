@@ -162,6 +162,17 @@ def test_a_cut_model_is_told_by_what_its_fullest_rank_holds(hybridflow: Program,
     )
 
 
+def test_ranks_that_cut_sequences_hold_whole_models(hybridflow: Program, ppo: Path) -> None:
+    cut = (ppo, *POOLS, "--actor.mesh.cp", "2", "--actor.mesh.shard", "zero1")
+    whole, parts = (
+        {role["name"]: role for role in json.loads(hybridflow("graph", *arguments, "--json").out)["roles"]}
+        for arguments in ((ppo, *POOLS), cut)
+    )
+    assert (parts["actor"]["mesh"], parts["sampler"]["mesh"]) == ("cp 2", "dp 2")
+    assert parts["actor"]["weight_bytes"] == whole["actor"]["weight_bytes"] and parts["sampler"]["copy_of"] == ""
+    assert 0.5 <= parts["actor"]["optimizer_bytes"] / whole["actor"]["optimizer_bytes"] < 0.55
+
+
 def test_dot_and_page_show_the_pools(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
     out = hybridflow("graph", ppo, *POOLS, "--dot").out
     clusters = re.findall(r'\n  subgraph "cluster (\w+)" { label="\1: 2 workers";((?: n\d;)+) }', out)

@@ -37,9 +37,9 @@ def divisors(number: int) -> list[int]:
 
 # every mesh of up to 16 ranks, with every way to generate
 MESHES = [
-    Mesh(dp, tp, pp, generation_tp, generation_pp)
-    for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
-    if dp * tp * pp <= 16
+    Mesh(dp, tp, pp, generation_tp, generation_pp, cp)
+    for dp, tp, pp, cp in itertools.product(range(1, 17), repeat=4)
+    if dp * tp * pp * cp <= 16
     for generation_tp, generation_pp in itertools.product(divisors(tp), divisors(pp))
 ]
 
@@ -92,6 +92,8 @@ def test_results_come_from_the_ranks_that_have_them() -> None:
         last = [(d, mesh.pp - 1, 0) for d in range(mesh.dp)]
         assert [mesh.coordinates(rank) for rank in THREE_D.collect(mesh)] == last
         assert [mesh.coordinates(rank) for rank in VIEW.collect(mesh)] == last[:1]
+        collected = [*THREE_D.collect(mesh), *VIEW.collect(mesh), *THREE_D_PP_ONLY.collect(mesh)]
+        assert {mesh.context(rank) for rank in collected} == {0}
         replicas = [mesh.replica(rank) for rank in THREE_D_ALL_MICRO_DP.collect(mesh)]
         assert sorted(replicas) == [(index, mesh.generation[1] - 1, 0) for index in range(mesh.num_replicas)]
         stages = [mesh.coordinates(rank) for rank in THREE_D_PP_ONLY.collect(mesh)]

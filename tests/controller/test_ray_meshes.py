@@ -18,6 +18,7 @@ MESHES = {
     "few": Mesh(dp=3),
     "blocks": Mesh(dp=4, tp=2),
     "one": Mesh(tp=2, pp=4),
+    "context": Mesh(dp=2, pp=2, cp=2),
 }
 VERBS = {"ONE_TO_ALL": "one_to_all", "DP": "dp", "THREE_D": "three_d", "THREE_D_ALL_MICRO_DP": "replicas", "VIEW": "view"}
 
@@ -77,7 +78,7 @@ def test_metrics_count_once_for_each_part_of_the_rows(runtime: Laid, name: str, 
 @pytest.mark.parametrize("name", MESHES)
 def test_sums_go_over_the_data_parallel_blocks_only(runtime: Laid, name: str) -> None:
     mesh = MESHES[name]
-    places = [mesh.coordinates(rank)[1:] for rank in range(mesh.size)]
+    places = [(mesh.coordinates(rank)[1:], mesh.context(rank)) for rank in range(mesh.size)]
     expected = [sum(2.0**other for other in range(mesh.size) if places[other] == places[rank]) for rank in range(mesh.size)]
     assert getattr(runtime, name).sums() == expected
 

@@ -20,9 +20,9 @@ def divisors(number: int) -> list[int]:
 
 # every mesh of up to 16 ranks, with every way to generate by cuts that training has, too
 MESHES = [
-    Mesh(dp, tp, pp, generation_tp, generation_pp)
-    for dp, tp, pp in itertools.product(range(1, 17), repeat=3)
-    if dp * tp * pp <= 16
+    Mesh(dp, tp, pp, generation_tp, generation_pp, cp)
+    for dp, tp, pp, cp in itertools.product(range(1, 17), repeat=4)
+    if dp * tp * pp * cp <= 16
     for generation_tp, generation_pp in itertools.product(divisors(tp), divisors(pp))
 ]
 
@@ -68,9 +68,12 @@ def test_micro_groups_are_not_neighbours_where_stages_merge() -> None:
 
 def test_coordinates_number_the_ranks() -> None:
     for mesh in MESHES:
-        found = [mesh.coordinates(rank) for rank in range(mesh.size)]
-        assert found == [(d, p, t) for d in range(mesh.dp) for p in range(mesh.pp) for t in range(mesh.tp)]
-        assert [mesh.coordinates(rank) for rank in mesh.leaders] == [(d, mesh.pp - 1, 0) for d in range(mesh.dp)]
+        found = [(mesh.coordinates(rank), mesh.context(rank)) for rank in range(mesh.size)]
+        axes = itertools.product(*map(range, (mesh.dp, mesh.cp, mesh.pp, mesh.tp)))
+        assert found == [((d, p, t), c) for d, c, p, t in axes]
+        assert [found[rank] for rank in mesh.leaders] == [((d, mesh.pp - 1, 0), 0) for d in range(mesh.dp)]
+        assert mesh.copies * mesh.pp * mesh.tp == mesh.size
+        assert [mesh.by_copies.replica(rank) for rank in range(mesh.size)] == list(map(mesh.replica, range(mesh.size)))
 
 
 OTHERS = [
@@ -88,17 +91,17 @@ def test_cuts_that_training_has_not_are_made_by_neighbours() -> None:
     assert [mesh.replica(rank)[1:] for rank in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
-def test_every_replica_is_a_whole_model_within_a_block() -> None:
+def test_every_replica_is_a_whole_model_within_a_copy() -> None:
     for mesh in MESHES + OTHERS:
         places, blocks = defaultdict(set), defaultdict(set)
         for rank in range(mesh.size):
             replica, p, t = mesh.replica(rank)
             places[replica].add((p, t))
-            blocks[replica].add(mesh.coordinates(rank)[0])
+            blocks[replica].add(mesh.coordinates(rank)[0] * mesh.cp + mesh.context(rank))
         generation_tp, generation_pp = mesh.generation
         whole = {(p, t) for p in range(generation_pp) for t in range(generation_tp)}
         assert dict(places) == dict.fromkeys(range(mesh.num_replicas), whole)
-        per_block = mesh.num_replicas // mesh.dp
+        per_block = mesh.num_replicas // mesh.copies
         assert dict(blocks) == {replica: {replica // per_block} for replica in range(mesh.num_replicas)}
 
 
@@ -106,13 +109,13 @@ def test_training_shards_of_a_micro_group_tile_its_generation_shard() -> None:
     """So a rank keeps no weight twice, and gathers what it lacks from its micro group alone."""
     for mesh in MESHES:
         generation_tp, generation_pp = mesh.generation
-        tiles: dict[tuple[int, Shard], set[Shard]] = defaultdict(set)
+        tiles: dict[tuple[int, int, Shard], set[Shard]] = defaultdict(set)
         for rank in range(mesh.size):
             (d, p, t), (_, p_g, t_g) = mesh.coordinates(rank), mesh.replica(rank)
             own, wanted = shard(p, mesh.pp, t, mesh.tp), shard(p_g, generation_pp, t_g, generation_tp)
             assert wanted[0] <= own[0] and own[1] <= wanted[1] and wanted[2] <= own[2] and own[3] <= wanted[3]
-            tiles[d, wanted].add(own)
-        assert all(sum(map(area, parts)) == area(wanted) for (_, wanted), parts in tiles.items())
+            tiles[d, mesh.context(rank), wanted].add(own)
+        assert all(sum(map(area, parts)) == area(wanted) for (_, _, wanted), parts in tiles.items())
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,7 @@ def test_training_shards_of_a_micro_group_tile_its_generation_shard() -> None:
     [
         ({"dp": 0}, "mesh: dp = 0; expected at least one rank on every axis"),
         ({"tp": 2, "pp": -1}, "mesh: pp = -1; expected"),
+        ({"cp": 0}, "mesh: cp = 0; expected"),
         ({"tp": 2, "generation_tp": 0}, "mesh: generation_tp = 0; expected"),
         (
             {"dp": 2, "tp": 4, "generation_tp": 3},
@@ -136,7 +140,8 @@ def test_impossible_meshes_are_refused_in_one_line(axes: dict[str, int], message
 
 
 def test_a_mesh_names_its_axes() -> None:
-    assert [str(mesh) for mesh in (Mesh(), Mesh(dp=2), Mesh(2, 4, 3))] == ["1", "dp 2", "dp 2 x tp 4 x pp 3"]
+    names = ["1", "dp 2", "dp 2 x tp 4 x pp 3", "cp 2 x tp 4"]
+    assert [str(mesh) for mesh in (Mesh(), Mesh(dp=2), Mesh(2, 4, 3), Mesh(tp=4, cp=2))] == names
 
 
 @pytest.mark.parametrize("nodes", [(), (0,), (2, 0)])
