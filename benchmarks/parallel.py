@@ -1,6 +1,6 @@
 """The learner against transformers with torch's AdamW, and what meshes send, wait for and hold against formulas.
 
-    python benchmarks/parallel.py [--sections learner,traffic,bubble,memory] [--models 5M,20M]
+    python benchmarks/parallel.py [--sections learner,traffic,bubble,memory,context] [--models 5M,20M]
                                   [--dtypes float32,bfloat16] [--json]
 
 ``learner``: one optimizer step of PPO's clipped loss on the same weights, rows and numbers: CPU-seconds of one thread; the
@@ -22,6 +22,9 @@ processes whose stages sleep, against (p - 1) / (chunks m + p - 1).
 
 ``memory``: bytes of weights, gradients and optimizer on the rank of a mesh that has most, counted after a step, against
 ``hybridflow graph``; and how far the resident memory of one process grows by a step of a 20M model.
+
+``context``: bytes that are saved for the backward pass of one sequence of ``LONG`` tokens, on the rank that has most of
+them, against 1 / cp of one process; and CPU-seconds of a forward and backward pass, of all ranks together.
 """
 
 from __future__ import annotations
@@ -70,13 +73,22 @@ from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensor
 from hybridflow.workers.optimizer import OptimizerConfig
 
 CLIP, LR, MAX_NORM, ROUNDS = 0.2, 1e-5, 1.0, 3
+AXES = ("copies", "tp", "pp", "cp")
 ROWS = {"5M": 64, "20M": 64, "smollm2-135m": 16}
 MICRO = {"5M": 2, "20M": 4, "smollm2-135m": 4}
 PROMPTS, RESPONSES = (16, 48), (4, 96)
 TIMEOUT = timedelta(seconds=120)
 LEARNER_TARGET, TRAFFIC_TARGET, MEMORY_TARGET = 1.3, 0.02, 0.1
 TINY = DecoderSpec("llama", 259, 64, 176, 2, 4, 2, 16, 2048)
-MESHES = (Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2, pp=2))
+MESHES = (
+    *(Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2, pp=2)),
+    *(Mesh(cp=2), Mesh(cp=4), Mesh(dp=2, tp=2, cp=2), Mesh(pp=2, cp=2)),
+)
+LONG, RANKS = 4096, (1, 2, 4)
+SPECS = {
+    "8 heads, 8 kv": DecoderSpec("llama", 512, 256, 688, 4, 8, 8, 32, LONG),
+    "8 heads, 2 kv": DecoderSpec("llama", 512, 256, 688, 4, 8, 2, 32, LONG),
+}
 PIPELINES = ((2, 1, 4), (4, 1, 4), (4, 1, 8), (4, 2, 8))
 """ranks, chunks, microbatches"""
 FORWARD, BACKWARD = 0.04, 0.08
@@ -299,19 +311,19 @@ def traffic(args: argparse.Namespace) -> Iterator[Row]:
     for ranks in zip(*in_processes(count_traffic, max(mesh.size for mesh in MESHES)), strict=True):
         mesh, model = ranks[0]["mesh"], ranks[0]["model"]
         there = [rank for rank in ranks if rank["counted"]]
-        for axis in ("dp", "tp", "pp"):
+        for axis in AXES:
             counted, formula = (sum(rank[what][axis] for rank in there) for what in ("counted", "formula"))
             if formula:
                 yield {
                     "section": "traffic",
                     "model": model,
-                    "mesh": f"{mesh.dp}x{mesh.tp}x{mesh.pp}",
+                    "mesh": f"{mesh.dp}x{mesh.tp}x{mesh.pp}" + (f"x{mesh.cp}" if mesh.cp > 1 else ""),
                     "axis": axis,
                     "counted": counted,
                     "formula": formula,
                     "ratio": counted / formula,
                     "target": TRAFFIC_TARGET,
-                    "kernel": sum(rank["kernel"] for rank in there) if mesh.size == 2 else None,
+                    "kernel": sum(rank["kernel"] for rank in there) if mesh.size == 2 and mesh.cp == 1 else None,
                 }
 
 
@@ -329,7 +341,7 @@ def count_traffic(rank: int) -> list[Row]:
             dist.barrier()
             before = sent_bytes()
             if worker is not None:
-                lines = {axis: getattr(worker.context.lines, axis) for axis in ("dp", "tp", "pp")}
+                lines = {axis: getattr(worker.context.lines, axis.replace("copies", "dp_cp")) for axis in AXES}
                 for line in lines.values():
                     line.traffic.clear()
                 worker.update(batch, ppo_clip.bind(clip=CLIP))
@@ -356,16 +368,17 @@ def sent_bytes() -> int:
 def formula(spec: DecoderSpec, mesh: Mesh, rank: int, batch: Batch) -> dict[str, float]:
     """Bytes that a rank sends in a step in fp32, from sizes alone; N tokens, M of them decide about an action.
 
-    dp: all gradients of the rank, once. tp: [N, D] or [M, D] forward at each of a layer's two exits, back at its two
+    copies: all gradients of the rank, once. tp: [N, D] or [M, D] forward at each of a layer's two exits, back at its two
     entries, at the embedding's exit and at the head's entry; four numbers a token between the parts of the vocabulary. pp:
-    [N, D] forward to the next stage and back to the one before, and the tied matrix. Each rank of a ring of s sends
+    [N, D] forward to the next stage and back to the one before, and the tied matrix. cp: keys and values to all others, or
+    the heads that each needs, and back; two numbers of each action. Each rank of a ring of s sends
     2 (s - 1) / s of what is summed.
     """
     _, stage, _ = mesh.coordinates(rank)
     first, last = stage == 0, stage == mesh.pp - 1
     layers = split_layers(spec.num_layers, mesh.pp)[stage]
-    tokens = len(batch.ragged("tokens").values) / mesh.dp
-    actions = int(batch.ragged("response_mask").values.sum()) / mesh.dp
+    tokens = len(batch.ragged("tokens").values) / mesh.copies
+    actions = int(batch.ragged("response_mask").values.sum()) / mesh.copies
     hidden, table = spec.hidden_size, spec.vocab_size * spec.hidden_size / mesh.tp
     summed = 2 * (mesh.tp - 1) / mesh.tp * 4 * hidden
     tp = summed * (4 * tokens * len(layers) + tokens * first)
@@ -374,7 +387,11 @@ def formula(spec: DecoderSpec, mesh: Mesh, rank: int, batch: Batch) -> dict[str,
     pp = 4 * hidden * tokens * ((not first) + (not last)) + 4 * table * (first != last)
     copies = 1 if mesh.pp == 1 else first + last
     parameters = table * copies + sum(layer_size(spec, mesh.tp) for _ in layers) + hidden * last
-    return {"dp": 2 * (mesh.dp - 1) / mesh.dp * 4 * parameters, "tp": tp, "pp": pp}
+    heads, kv_heads, others = spec.num_heads / mesh.tp, spec.num_kv_heads / mesh.tp, mesh.cp - 1
+    gathered, exchanged = 2 * kv_heads, (2 * heads + 2 * max(kv_heads, mesh.cp)) / mesh.cp
+    cp = 2 * 4 * tokens * others * spec.head_dim * min(gathered, exchanged) * len(layers) + 8 * actions * others * last
+    copies = 2 * (mesh.copies - 1) / mesh.copies * 4 * parameters
+    return {"copies": copies, "tp": tp, "pp": pp, "cp": cp}
 
 
 def layer_size(spec: DecoderSpec, tp: int) -> float:
@@ -529,12 +546,17 @@ def measure_process(rank: int) -> Row:
     before = resident()
     worker = on_mesh(partial(networks_of, random_spec("20M")), Mesh(), rank, {})
     assert worker is not None
-    model, activations = worker.model, 0
+    sizes = count_activations(worker.model)
+    worker.update(rows(64, 8192, varied=True), ppo_clip.bind(clip=CLIP))
+    return {"grown": resident("VmHWM") - before, "held": held_bytes(worker), "activations": max(sizes)}
+
+
+def count_activations(model: Any) -> list[int]:
+    """For every call of ``model.outputs`` from now on, the bytes that are saved for its backward pass."""
     outputs, weights = model.outputs, {parameter.data_ptr() for parameter in model.parameters()}
+    sizes: list[int] = []
 
     def counted(batch: Batch) -> dict[str, Tensor]:
-        """The outputs; what is saved for the backward pass is counted."""
-        nonlocal activations
         kept: dict[int, int] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -543,12 +565,48 @@ def measure_process(rank: int) -> Row:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out: dict[str, Tensor] = outputs(batch)
-        activations = max(activations, sum(size for place, size in kept.items() if place not in weights))
+        sizes.append(sum(size for place, size in kept.items() if place not in weights))
         return out
 
     model.outputs = counted
-    worker.update(rows(64, 8192, varied=True), ppo_clip.bind(clip=CLIP))
-    return {"grown": resident("VmHWM") - before, "held": held_bytes(worker), "activations": activations}
+    return sizes
+
+
+# ------------------------------------------------------------------------------------------------------- long sequences
+
+
+def context(args: argparse.Namespace) -> Iterator[Row]:
+    """What a rank saves for the backward pass, and what all of them compute."""
+    alone: dict[str, Row] = {}
+    for cells in zip(*in_processes(measure_context, max(RANKS)), strict=True):
+        there = [cell for cell in cells if "activations" in cell]
+        cp, model = cells[0]["cp"], cells[0]["model"]
+        row: Row = {"section": "context", "model": model, "cp": cp}
+        row |= {"activations": max(cell["activations"] for cell in there)}
+        row |= {"cpu_s": sum(cell["cpu_s"] for cell in there)}
+        one = alone.setdefault(model, row)
+        yield row | {"ratio": row["activations"] * cp / one["activations"], "cpu_ratio": row["cpu_s"] / one["cpu_s"]}
+
+
+def measure_context(rank: int) -> list[Row]:
+    found, groups = [], {}
+    for model, spec in SPECS.items():
+        length = np.array([LONG])
+        tokens = generator(0, "benchmark", LONG).integers(0, spec.vocab_size, LONG)
+        batch = Batch({"tokens": Ragged(tokens, length), "response_mask": Ragged(np.arange(LONG) >= LONG // 2, length)})
+        for cp in RANKS:
+            worker = on_mesh(partial(networks_of, spec), Mesh(cp=cp), rank, groups)
+            row: Row = {"cp": cp, "model": model}
+            if worker is not None:
+                sizes, seconds = count_activations(worker.model), []
+                for _ in range(ROUNDS):
+                    start = time.process_time()
+                    worker.model.outputs(batch)["log_probs"].sum().backward()
+                    seconds.append(time.process_time() - start)
+                row |= {"activations": max(sizes), "cpu_s": statistics.median(seconds)}
+            dist.barrier()
+            found.append(row)
+    return found
 
 
 def resident(what: str = "VmRSS") -> int:
@@ -587,11 +645,16 @@ def line_of(row: Row) -> str:
                 f"{row['model']} {row['dtype']}, {row['mesh']}: {counted} MiB of {predicted} = {row['ratio']:.4f}, "
                 f"target 1 +- {row['target']}"
             )
+        case "context":
+            return (
+                f"{row['model']}, {LONG} tokens, cp {row['cp']}: {row['activations'] / 2**20:.1f} MiB saved = "
+                f"{row['ratio']:.3f} of 1 / cp; {row['cpu_s']:.2f} CPU-seconds of all ranks = {row['cpu_ratio']:.2f}"
+            )
     held = " + ".join(f"{size / 2**20:.0f}" for size in (*row["held"].values(), row["activations"]))
     return f"20M in one process: + {row['grown'] / 2**20:.0f} MiB; weights + gradients + optimizer + activations: {held}"
 
 
-SECTIONS = {"learner": learner, "traffic": traffic, "bubble": bubbles, "memory": memory}
+SECTIONS = {"learner": learner, "traffic": traffic, "bubble": bubbles, "memory": memory, "context": context}
 
 
 def main() -> None:
