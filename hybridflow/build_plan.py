@@ -112,8 +112,8 @@ class _Planner:
         gradients = size.gradient_bytes
         messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
         summed = 0
-        if mesh.dp > 1:
-            summed = gradients if role.args["shard"] == "none" else gradients + gradients // mesh.dp
+        if mesh.copies > 1:
+            summed = gradients if role.args["shard"] == "none" else gradients + gradients // mesh.copies
         learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages
         working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + forward)
         return batch, replace(
@@ -157,14 +157,16 @@ class _Planner:
         )
 
     def _microbatch(self, role: Role[Any], stage: Stage, call: Call, mesh: Mesh) -> tuple[Microbatch, int]:
-        """The fullest of a call, with rows of mean length, and how many there are in a minibatch of a block."""
+        """The fullest of a call, with rows of mean length, and how many there are in a minibatch of a block; of the tokens of
+        a rank."""
         plan = role.args.get("plan")
         budget = role.args["token_budget"] if plan is None else plan.token_budget
         minibatches = plan.minibatches if plan is not None and call.kind == "train" else 1
         length, block = max(1, ceil(call.tokens_in / call.rows)), ceil(ceil(call.rows / minibatches) / mesh.dp)
         rows = min(block, max(1, budget // length))
         actions = rows if stage.head == "score" else ceil(rows * length * self.decisive)
-        return Microbatch(rows, length, rows * length, actions), ceil(block / rows)
+        own = ceil(length / mesh.cp)
+        return Microbatch(rows, own, rows * own, ceil(actions / mesh.cp)), ceil(block / rows)
 
     def _model_flops(self, role: Role[Any], calls: list[Call]) -> float:
         stage = self._stage(role)

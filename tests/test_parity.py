@@ -42,7 +42,7 @@ from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
 from hybridflow.workers.zero import ShardMode
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORLD = 8
 MESHES = {
