@@ -20,17 +20,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hybridflow.models.layout import Fused, decoder_shards, fused_rows, local_spec
 from hybridflow.models.spec import DecoderSpec, RopeScaling
 from hybridflow.ops.linear import linear
-from hybridflow.parallel.context import num_own
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.shard import Shard, lengths
 from hybridflow.parallel.tensor import Region, VocabShard, take
@@ -138,9 +135,9 @@ class Decoder(nn.Module):
         tp = self.part.tp
         return VocabShard(tp, self.spec.vocab_size) if tp.size > 1 else None
 
-    def num_states(self, sequences: NDArray[np.int64]) -> int:
-        """n, how many states a pipeline stage hands on, of ``sequences`` [B] of so many tokens."""
-        tp, tokens = self.part.tp, num_own(sequences, self.part.cp)
+    def num_states(self, tokens: int) -> int:
+        """n, how many states a pipeline stage hands on, of N = ``tokens``."""
+        tp = self.part.tp
         return lengths(tokens, tp.size)[tp.index] if self.part.sequence_parallel else tokens
 
     @property

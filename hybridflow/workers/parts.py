@@ -19,6 +19,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.roles import WorkerContext
 from hybridflow.models.decoder import Decoder, part_shards
 from hybridflow.models.policy import network_shards
+from hybridflow.parallel.context import num_own
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import forward_only, one_f_one_b
@@ -86,7 +87,8 @@ def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: b
         return use(number, batch, model.read(hidden, batch)) if decoder.part.last else hidden
 
     def shape_of(number: int) -> tuple[int, ...]:
-        return decoder.num_states(batches[number].lengths), decoder.spec.hidden_size
+        tokens = num_own(batches[number].lengths, decoder.part.cp)
+        return decoder.num_states(tokens), decoder.spec.hidden_size
 
     plan = one_f_one_b(pp.size, len(batches)) if train else forward_only(pp.size, 1, len(batches))
     like = decoder.anchor

@@ -203,7 +203,7 @@ def stages(mesh: ProcessMesh, tied: bool) -> tuple[Difference, list[int]]:
         states.backward(gradient)
         loss, outputs = 0.0, {}
     else:
-        states = torch.empty(network.decoder.num_states(batch.lengths), spec.hidden_size)
+        states = torch.empty(network.decoder.num_states(len(packed.tokens)), spec.hidden_size)
         dist.recv(states, peer)
         outputs = network.read(network.decoder(states.requires_grad_(), *packed[1:]), batch)
         weighed = weigh(outputs)
