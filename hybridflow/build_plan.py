@@ -157,7 +157,7 @@ class _Planner:
         )
 
     def _microbatch(self, role: Role[Any], stage: Stage, call: Call, mesh: Mesh) -> tuple[Microbatch, int]:
-        """The fullest of a call, of a rank's part of rows of mean length, and how many there are in a minibatch of a block."""
+        """The fullest of a call, a rank's part of rows of mean length, and how many there are in a minibatch of a block."""
         plan = role.args.get("plan")
         budget = role.args["token_budget"] if plan is None else plan.token_budget
         minibatches = plan.minibatches if plan is not None and call.kind == "train" else 1
