@@ -116,6 +116,10 @@ CUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
         {"actor__mesh": {"tp": 2, "pp": 2}, "reference": {"mesh": {"tp": 2}}},
     ),
+    "grpo, long": (
+        with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
+        {"actor__mesh": {"tp": 2, "cp": 2}, "reference": {"mesh": {"cp": 2}}},
+    ),
     "ppo": (
         with_keys(TEXT["ppo"], kl=None, actor__optimizer=CALM, critic={"optimizer": CALM}),
         {"actor__mesh": {"tp": 2}, "critic": {"optimizer": CALM, "mesh": {"pp": 2}}},
@@ -126,7 +130,7 @@ FOUR_AND_TWO = {"train": 4, "rest": 2}
 
 def cut(name: str) -> dict[str, Any]:
     data, meshes = CUT[name]
-    other = "reference" if name == "grpo" else "critic"
+    other = "critic" if name == "ppo" else "reference"
     return with_keys(on_ray(data, FOUR_AND_TWO, **{"actor": "train", "reward": "rest", other: "rest"}), **meshes)
 
 

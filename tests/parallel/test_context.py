@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from ranks import TIMEOUT, in_processes
 from torch import Tensor
 
+from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.placement import Mesh
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.context import ContextAttention
-from hybridflow.models.decoder import CausalAttention
+from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights
+from hybridflow.models.policy import TextPolicy
+from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.context import Dealt, gathering_sends_less, holders, num_own, parts_of_tokens, positions_of
 from hybridflow.parallel.mesh import Line, ProcessMesh
 from hybridflow.parallel.shard import cuts, deal_heads
+from hybridflow.parallel.tensor import sum_shared
+from hybridflow.workers.parts import Cut, Lines
 
 MOST, HEAD_DIM = 4, 8
 ROWS = {
@@ -33,6 +38,8 @@ ROWS = {
 }
 HEADS = {"as many": (4, 4), "groups": (6, 3), "one for all": (4, 1), "fewer than ranks": (4, 2), "more ranks": (2, 1)}
 WAYS = ("gather", "exchange")
+OPTIONS = ((False, False), (True, False), (False, True))
+"""sequence parallelism, activation checkpointing"""
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(np.array)
 few_ranks = st.integers(1, 8)
 
@@ -169,6 +176,36 @@ def whole_losses(line: Line) -> tuple[Tensor, Tensor]:
     return whole.detach(), dealt.whole(x.grad)
 
 
+def policy(part: Part, checkpointing: bool = False) -> TextPolicy:
+    body = Decoder(DecoderSpec("qwen3", 30, 18, 23, 2, 6, 3, 4, 64, qk_norm=True), part)
+    init_weights(body, torch_generator(0, "test"))
+    body.activation_checkpointing = checkpointing
+    return TextPolicy(body, temperature=0.7)
+
+
+def trained(network: TextPolicy) -> tuple[float, dict[str, Tensor]]:
+    """A loss of all outputs, and its gradients."""
+    lengths = np.array([9, 2, 23, 3])
+    mask = np.concatenate([np.arange(length) >= 1 + length // 3 for length in lengths])
+    tokens = np.random.default_rng(7).integers(0, 30, lengths.sum())
+    outputs = network.outputs(Batch({"tokens": Ragged(tokens, lengths), "response_mask": Ragged(mask, lengths)}))
+    weights = torch.arange(mask.sum()).cos()
+    loss = (outputs["log_probs"] * weights).sum() + (outputs["entropy"] * weights.flip(0)).sum()
+    loss.backward()
+    return float(loss.detach()), {name: x.grad for name, x in network.named_parameters() if x.grad is not None}
+
+
+def whole_model(mesh: ProcessMesh, sequence: bool, checkpointing: bool) -> tuple[float, dict[str, Tensor]]:
+    """Of a model that is cut over tensor parallelism, too."""
+    network = policy(Part(tp=mesh.tp, cp=mesh.cp, sequence_parallel=sequence), checkpointing)
+    loss, gradients = trained(network)
+    cut = Cut(network, Lines(tp=mesh.tp))
+    for gradient in gradients.values():
+        mesh.cp.all_reduce(gradient)
+    sum_shared(mesh.tp, gradients, cut.shards)
+    return loss, cut.full(gradients)
+
+
 def everything(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     groups: dict[tuple[int, ...], Any] = {}
@@ -183,6 +220,9 @@ def everything(rank: int) -> dict[Any, Any]:
                 found[ranks, "sent", heads, way] = traffic(mesh.cp, heads, way)
         found[ranks, "bfloat16"] = [attended(mesh.cp, "uneven", "groups", way, torch.bfloat16) for way in WAYS]
         found[ranks, "whole"] = whole_losses(mesh.cp)
+    mesh = ProcessMesh(Mesh(tp=2, cp=2), rank, TIMEOUT, groups)
+    for options in OPTIONS:
+        found[options] = whole_model(mesh, *options)
     mesh = ProcessMesh(Mesh(dp=2, cp=2), rank, TIMEOUT, groups)
     found["lines"] = [(line.size, line.index) for line in (mesh.dp, mesh.cp, mesh.dp_cp, mesh.tp, mesh.pp)]
     return found
@@ -245,6 +285,18 @@ def test_a_loss_sees_the_numbers_of_all_ranks_and_each_gets_its_own_gradient(
     for found in results[:ranks]:
         whole, gradient = found[ranks, "whole"]
         assert whole.tolist() == list(range(7)) and gradient.tolist() == [2.0 * i for i in range(7)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_goes_with_tensor_parallelism_and_checkpointing(
+    results: list[dict[Any, Any]], options: tuple[bool, bool]
+) -> None:
+    loss, gradients = trained(policy(Part()))
+    for found in results:
+        assert found[options][0] == pytest.approx(loss, rel=1e-5)
+        assert found[options][1].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[options][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_the_lines_of_data_and_context_parallelism(results: list[dict[Any, Any]]) -> None:
