@@ -62,7 +62,9 @@ def test_meshes_share_what_a_process_needs(hybridflow: Program, tmp_path: Path) 
     cut = roles_of(hybridflow, path, "--actor.mesh.tp", 2, "--train.token_budget", 16)["actor"]["footprint"]
     staged = roles_of(hybridflow, path, "--actor.mesh.pp", 2, "--train.token_budget", 16)["actor"]["footprint"]
     whole = roles_of(hybridflow, path, "--train.token_budget", 16)["actor"]["footprint"]
+    shared = roles_of(hybridflow, path, "--actor.mesh.cp", 2, "--train.token_budget", 16)["actor"]["footprint"]
     assert cut["weights"] < 0.6 * alone["weights"] and cut["activations"] < 0.8 * whole["activations"]
+    assert shared["weights"] == alone["weights"] and shared["activations"] < 0.6 * whole["activations"]
     assert staged["communication"] > 0 and alone["communication"] >= alone["gradients"]
 
 
