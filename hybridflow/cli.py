@@ -177,7 +177,7 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     reshard.add_argument(
         "--model", default="llama-7b", help="llama-7b, -13b, -34b, -70b, or a model that has its sizes; default: llama-7b"
     )
-    dtypes = ("float32", "bfloat16", "float16")
+    dtypes = ("float32", "bfloat16")
     reshard.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the weights; default: bfloat16")
     reshard.add_argument("--generation-dtype", choices=dtypes, help="default: that of the weights")
     reshard.add_argument("--json", action="store_true")

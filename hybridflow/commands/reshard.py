@@ -18,7 +18,7 @@ from hybridflow.telemetry.graph_tables import aligned, count, memory
 
 __all__ = ["ITEMSIZES", "SIZES", "Request", "parse_meshes", "reshard"]
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2}
 SIZES = {
     # hidden, intermediate, layers, heads, key-value heads: the models of the paper's evaluation
     "llama-7b": (4096, 11008, 32, 32, 32),

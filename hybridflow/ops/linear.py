@@ -77,4 +77,4 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """In the layout of the weight, in which autograd keeps it: of one that is stored transposed, too."""
-    return product(grad.T, x) if weight.is_contiguous() else product(x.T, grad).T
+    return product(grad.T, x) if weight.is_contiguous() else product(x.T, grad.contiguous()).T

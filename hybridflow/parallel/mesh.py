@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -115,7 +115,8 @@ ALONE = Line()
 
 class ProcessMesh:
     """The lines of ``rank`` along data, context, pipeline and tensor parallelism, and along the first two together: the
-    ranks of ``dp_cp`` hold the same parameters, of which each sees other tokens.
+    ranks of ``dp_cp`` hold the same parameters, of which each sees other tokens. And those along the latter two while the
+    mesh generates.
 
     Every process of the world makes one, in the same order and with the same ``mesh``, as torch demands for groups; for a
     process outside of the mesh all lines are of one. ``groups``: those made before, by their ranks; new ones are added.
@@ -132,22 +133,32 @@ class ProcessMesh:
         self._groups = {} if groups is None else groups
         self.dp, self.cp, self.pp, self.tp = (self._line(axis) for axis in "dcpt")
         self.dp_cp = self._line("dc") if mesh.cp > 1 else self.dp
+        self.generation_tp = self._among(lambda rank: mesh.replica(rank)[:2])
+        self.generation_pp = self._among(lambda rank: mesh.replica(rank)[::2])
 
     def _line(self, axes: str) -> Line:
         """Of ranks that differ in these coordinates alone."""
-        lines: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.mesh.size):
+
+        def others(rank: int) -> tuple[int, ...]:
             d, p, t = self.mesh.coordinates(rank)
             place = {"d": d, "c": self.mesh.context(rank), "p": p, "t": t}
-            lines.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
+            return tuple(number for axis, number in place.items() if axis not in axes)
+
+        return self._among(others)
+
+    def _among(self, key: Callable[[int], tuple[int, ...]]) -> Line:
+        """Of the ranks of the mesh that have the same key as this one."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.mesh.size):
+            lines.setdefault(key(rank), []).append(rank)
         mine = ALONE
         for ranks in lines.values():
             if len(ranks) == 1:
                 continue
-            if (key := tuple(ranks)) not in self._groups:
-                self._groups[key] = self._group(ranks)
+            if (members := tuple(ranks)) not in self._groups:
+                self._groups[members] = self._group(ranks)
             if self.rank in ranks:
-                mine = Line(len(ranks), ranks.index(self.rank), self._groups[key])
+                mine = Line(len(ranks), ranks.index(self.rank), self._groups[members])
         return mine
 
     def _group(self, ranks: list[int]) -> dist.ProcessGroup:

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.shard import Shard, lengths
 
-__all__ = ["Region", "VocabShard", "exchange", "gradient_norm", "sum_shared", "take"]
+__all__ = ["Region", "VocabShard", "exchange", "gradient_norm", "in_order", "sum_shared", "take"]
 
 Collective = Callable[[Tensor], Tensor]
 
@@ -135,6 +135,11 @@ class VocabShard:
 
 
 # ------------------------------------------------------------------------------------- full parameters and their gradients
+
+
+def in_order(x: Tensor, like: Tensor) -> Tensor:
+    """A view of ``x`` with its axes as those of ``like`` lie in memory: transposed if ``like`` is stored transposed."""
+    return x if like.is_contiguous() else x.t()
 
 
 def take(full: Tensor, shard: Shard) -> Tensor:

@@ -138,9 +138,21 @@ class Optimizer:
         """Apply the gradients."""
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
+        self._align()
         self.adamw.step()
         self.steps += 1
         self._round()
+
+    def _align(self) -> None:
+        """Let gradients and moments lie as their masters do, of which some are stored transposed: the fused AdamW goes
+        through memory and looks at no strides."""
+        for master in self.masters.values():
+            if master.grad is not None and master.grad.stride() != master.stride():
+                master.grad = torch.empty_like(master).copy_(master.grad)
+            state = self.adamw.state.get(master, {})
+            for key in state.keys() & set(MOMENTS):
+                if state[key].stride() != master.stride():
+                    state[key] = torch.empty_like(master).copy_(state[key])
 
     def _round(self) -> None:
         with torch.no_grad():

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.parallel.shard import Shard, cuts
-from hybridflow.parallel.tensor import gradient_norm
+from hybridflow.parallel.tensor import gradient_norm, in_order
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, sum_in_fp32
 from hybridflow.workers.parts import Cut, Lines
 
@@ -100,7 +100,11 @@ class ShardedOptimizer(Optimizer):
 
     def _weights(self, name: str) -> Tensor:
         """The piece of a parameter that this rank owns, in place."""
-        return _piece(self.parameters[name].detach().view(-1), self.share[name])
+        return _piece(self._row(name, self.parameters[name].detach()), self.share[name])
+
+    def _row(self, name: str, x: Tensor) -> Tensor:
+        """The numbers of a tensor of the parameter's shape in the order in which the parameter has them in memory."""
+        return in_order(x, self.parameters[name]).reshape(-1)
 
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -127,7 +131,7 @@ class ShardedOptimizer(Optimizer):
         there = torch.tensor([float(name in gradients) for name in share], device=self._anchor.device)
         none = there.new_zeros(1)
         return [there] + [
-            _piece(gradients[name].reshape(-1), run) if name in gradients else none.expand(len(run))
+            _piece(self._row(name, gradients[name]), run) if name in gradients else none.expand(len(run))
             for name, run in share.items()
         ]
 
@@ -155,12 +159,15 @@ class ShardedOptimizer(Optimizer):
     def _joined(self, pieces: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Whole tensors of the parameters ``names``, of the ``pieces`` that each rank owns of them."""
         shares = [{name: run for name, run in share.items() if name in names} for share in self.shares]
-        shapes = {name: parameter.shape for name, parameter in self.parameters.items() if name in names}
+        like = {name: in_order(p, p) for name, p in self.parameters.items() if name in names}
         empty = self._anchor.new_empty(0, dtype=dtype)
         own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp_cp.index])])
         row = self.lines.dp_cp.all_gather(own, [sum(map(len, share.values())) for share in shares])
-        parts = torch.split(row, [shape.numel() for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        parts = torch.split(row, [x.numel() for x in like.values()])
+        return {
+            name: in_order(part.view(x.shape), self.parameters[name])
+            for (name, x), part in zip(like.items(), parts, strict=True)
+        }
 
     def _saved(
         self, masters: dict[str, Tensor], counts: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]
@@ -182,7 +189,7 @@ class ShardedOptimizer(Optimizer):
         return {name: count.clone() for name, count in zip(names, row, strict=True) if count}
 
     def _own(self, name: str, full: Tensor) -> Tensor:
-        return _piece(super()._own(name, full).reshape(-1), self.share[name])
+        return _piece(self._row(name, super()._own(name, full)), self.share[name])
 
 
 def owned_of(shard: Shard, run: range) -> Shard:

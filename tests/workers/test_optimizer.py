@@ -4,6 +4,8 @@ from torch import nn
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, learning_rate_scale, training_bytes
+from hybridflow.workers.parts import WHOLE
+from hybridflow.workers.zero import ShardedOptimizer
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -144,3 +146,32 @@ def test_summed_gradients_leave_alone_what_no_rank_has_a_gradient_for(dtype: tor
         rank.step()
         assert [name for name, p in rank.parameters.items() if torch.equal(p, before[name])] == ["2.bias"]
     assert all(torch.equal(a, b) for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True))
+
+
+def transposed(module: nn.Module) -> nn.Module:
+    """The same weights, the matrices stored transposed as those of a hybrid engine are."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Optimizer, ShardedOptimizer])
+def test_how_weights_lie_in_memory_changes_no_step(kind: type[Optimizer], dtype: torch.dtype) -> None:
+    """Neither do flat sums of gradients, nor moments that were loaded."""
+    results = []
+    for module in (net(dtype), transposed(net(dtype))):
+        further = (None, WHOLE) if kind is ShardedOptimizer else ()
+        optimizer = kind(module, OptimizerConfig(lr=0.01, max_grad_norm=100.0), 10, *further)
+        for _ in range(3):
+            x = torch.arange(32.0).view(8, 4).to(dtype) / 32
+            optimizer.zero_grad()
+            module(x).float().square().sum().backward()
+            optimizer.reduce_gradients(lambda flat: flat * 2)
+            optimizer.clip()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        results.append([p.detach().clone() for p in module.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

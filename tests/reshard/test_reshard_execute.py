@@ -1,0 +1,198 @@
+"""From training to generation and back between real processes: every weight bit for bit, every byte as planned.
+
+One group of 8 processes goes through all layouts; every test looks at a part of what it brought back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import TIMEOUT, in_processes
+from torch import Tensor
+
+from hybridflow.core.placement import Mesh
+from hybridflow.core.seeding import torch_generator
+from hybridflow.models.decoder import CausalAttention, Decoder, Part
+from hybridflow.models.layout import decoder_shards
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.parallel.mesh import ProcessMesh
+from hybridflow.parallel.shard import cuts
+from hybridflow.parallel.tensor import take
+from hybridflow.reshard.execute import HybridWeights
+from hybridflow.reshard.memory import Arena, Reallocated
+
+SIZE = 8
+SPECS = {
+    "llama": DecoderSpec("llama", 37, 16, 24, 8, 8, 8, 4, 64),
+    "qwen2": DecoderSpec("qwen2", 33, 16, 25, 9, 8, 2, 4, 64, tied=False, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen3": DecoderSpec("qwen3", 35, 12, 21, 8, 16, 4, 4, 64, tied=False, qk_norm=True),
+    "odd": DecoderSpec("llama", 31, 12, 23, 7, 6, 3, 4, 64),
+}
+
+
+class Case(NamedTuple):
+    spec: str
+    mesh: Mesh
+    memory: type[Arena] | type[Reallocated] = Arena
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+
+
+class Found(NamedTuple):
+    """Of a rank: whether weights and bytes were the right ones, and how far apart the two decoders' outputs are."""
+
+    exact: dict[str, bool]
+    bytes: tuple[int, ...]
+    planned: tuple[int, ...]
+    difference: float
+
+
+def layouts(size: int) -> list[Mesh]:
+    """All ways to train on ``size`` ranks and to generate on the same."""
+    return [
+        Mesh(size // (pp * tp), tp, pp, generation_tp, generation_pp)
+        for pp, tp in itertools.product(range(1, size + 1), repeat=2)
+        if size % (pp * tp) == 0
+        for generation_pp, generation_tp in itertools.product(range(1, size + 1), repeat=2)
+        if pp * tp % (generation_pp * generation_tp) == 0
+    ]
+
+
+EXAMPLE = Mesh(dp=2, tp=4, pp=1, generation_tp=2)
+FEW = [
+    Case("llama", EXAMPLE),
+    Case("llama", EXAMPLE, Reallocated),
+    Case("qwen2", EXAMPLE, dtypes=(torch.float32, torch.bfloat16)),
+    Case("qwen2", Mesh(1, 4, 2, 2, 1)),
+    Case("qwen2", Mesh(1, 4, 2, 2, 1), Reallocated, (torch.bfloat16, torch.bfloat16)),
+    Case("qwen3", Mesh(1, 8, 1, 2)),
+    Case("qwen3", Mesh(2, 1, 4, 1, 2)),
+    Case("llama", Mesh(1, 2, 4, 4, 1)),
+    Case("llama", Mesh(1, 2, 4, 4, 1), Reallocated),
+    Case("odd", Mesh(1, 3, 2, 1, 1)),
+    Case("odd", Mesh(1, 2, 3, 3, 1), dtypes=(torch.bfloat16, torch.float32)),
+    Case("odd", Mesh(1, 6, 1, 1, 3)),
+]
+ALL = [
+    Case(spec, mesh, (Arena, Reallocated)[number % 2])
+    for number, (spec, mesh) in enumerate(
+        [
+            *itertools.product(("llama", "qwen2", "qwen3"), layouts(8)),
+            *(("odd", mesh) for mesh in layouts(6) if mesh.generation[0] <= 6 and mesh.generation[1] <= 6),
+        ]
+    )
+]
+
+
+def values(spec: DecoderSpec, name: str, dtype: torch.dtype) -> Tensor:
+    """The full parameter; every number is one of bfloat16, and so is its double."""
+    shape = decoder_shards(spec)[name].shape
+    return (torch.randn(shape, generator=torch_generator(0, "test", name, *shape)) * 0.2).bfloat16().to(dtype)
+
+
+def training_decoder(spec: DecoderSpec, lines: ProcessMesh, dtype: torch.dtype) -> Decoder:
+    mesh, stage = lines.mesh, lines.pp.index
+    part = Part(cuts(spec.num_layers, mesh.pp)[stage], stage == 0, stage == mesh.pp - 1, tp=lines.tp)
+    decoder = Decoder(spec, part).to(dtype)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(take(values(spec, name, dtype), decoder.shards[name]))
+    return decoder
+
+
+def same(decoder: Decoder, dtype: torch.dtype, scale: int = 1) -> bool:
+    """Whether every parameter is the slice of the full one, bit for bit."""
+    return all(
+        torch.equal(parameter, take(values(decoder.spec, name, dtype) * scale, decoder.shards[name]).to(parameter.dtype))
+        for name, parameter in decoder.named_parameters()
+    )
+
+
+def inside(decoder: Decoder, generation: Decoder) -> bool:
+    """Whether every trained number lies in memory that generation reads."""
+    blocks = dict(generation.named_parameters())
+    return all(
+        name in blocks
+        and blocks[name].data_ptr() <= parameter.data_ptr()
+        and parameter.data_ptr() + parameter.nbytes <= blocks[name].data_ptr() + blocks[name].nbytes
+        for name, parameter in decoder.named_parameters()
+    )
+
+
+def hidden(decoder: Decoder) -> Tensor:
+    attend = CausalAttention(torch.tensor([5, 3]))
+    with torch.no_grad():
+        return decoder(torch.arange(8) * 3, attend.positions, attend).float()
+
+
+def double(decoder: Decoder) -> None:
+    """A step that is exact: weights minus their negatives."""
+    optimizer = torch.optim.SGD(decoder.parameters(), lr=1.0)
+    for parameter in decoder.parameters():
+        parameter.grad = -parameter.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def run(case: Case, rank: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Found | None:
+    lines = ProcessMesh(case.mesh, rank, TIMEOUT, groups)
+    if rank >= case.mesh.size:
+        return None
+    spec, (dtype, generation_dtype) = SPECS[case.spec], case.dtypes
+    decoder = training_decoder(spec, lines, dtype)
+    weights = HybridWeights(decoder, lines, generation_dtype, case.memory)
+    exact = {"moved in": same(decoder, dtype)}
+    generation = weights.generation()
+    first = weights.transition
+    exact["generation"] = same(generation, dtype) and generation.anchor.dtype == generation_dtype
+    exact["trained meanwhile"] = same(decoder, dtype)
+    exact["in place"] = inside(decoder, generation) or weights.account.redundant.total > 0
+    whole = case.mesh.pp == case.mesh.generation[1] == 1
+    difference = float((hidden(generation) - hidden(decoder)).abs().max()) if whole else 0.0
+    exact["back"] = weights.training() is decoder and same(decoder, dtype) and not weights.generates
+    double(decoder)
+    exact["stepped"] = same(decoder, dtype, 2)
+    exact["again"] = same(weights.generation(), dtype, 2) and same(weights.training(), dtype, 2)
+    account = weights.account
+    assert (weights.transition.sent, weights.transition.received) == (0, 0) and first.seconds > 0
+    measured = first.sent, first.received, first.redundant, first.peak
+    planned = account.sent.total, account.received.total, account.redundant.total, account.peak.total
+    return Found(exact, measured, planned, difference)
+
+
+def run_all(cases: list[Case], rank: int) -> list[Found | None]:
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    return [run(case, rank, groups) for case in cases]
+
+
+def check(cases: list[Case], folder: Path) -> None:
+    results: list[list[Any]] = in_processes(partial(run_all, cases), SIZE, folder)
+    for number, case in enumerate(cases):
+        ranks = [found[number] for found in results if found[number] is not None]
+        assert len(ranks) == case.mesh.size
+        for rank, found in enumerate(ranks):
+            where = f"{case} {case.mesh.generation}, rank {rank}: {found}"
+            assert all(found.exact.values()), where
+            assert found.bytes[:3] == found.planned[:3], where
+            assert found.difference < (1e-4 if torch.bfloat16 not in case.dtypes else 0.1), where
+            if case.memory is Arena:
+                assert found.bytes[3] == found.planned[3], where
+            else:  # and one weight twice while it moves
+                largest = max(x.numel() for x in Decoder(SPECS[case.spec]).parameters()) * case.dtypes[1].itemsize
+                assert found.planned[3] <= found.bytes[3] <= found.planned[3] + largest, where
+
+
+@pytest.mark.timeout(120)
+def test_weights_and_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
+    check(FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_weights_and_bytes_are_those_of_the_plan_in_all_layouts(tmp_path: Path) -> None:
+    check(ALL, tmp_path)
