@@ -300,6 +300,7 @@ def make_plan(
     Where t_g divides t and p_g divides p, ``hybridflow`` holds nothing twice; else some ranks keep a training slice that is
     in none of their generation slices. Raises UserError: the model is too small for the mesh.
     """
+    mesh = mesh.by_copies
     training = dict(enumerate(training_places(mesh, shared=strategy == "gather_all")))
     size, per_block = mesh.size, mesh.tp * mesh.pp
     if strategy in ELSEWHERE:
