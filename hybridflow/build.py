@@ -22,6 +22,7 @@ from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_pairs import PairParts
 from hybridflow.build_text import TextParts
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import RunConfig
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
@@ -64,13 +65,16 @@ class Run:
     parts: Parts
     trainer: Trainer
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming exactly needs: one entry for the loop and one for each role."""
-        return {"trainer": self.trainer.state_dict(), **self.runtime.state_dict()}
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Everything that resuming exactly needs: one entry for the loop and one for each role; roles with models begin to
+        write to ``folder``, see ``Runtime.saved``."""
+        return {"trainer": self.trainer.state_dict(), **self.runtime.save(folder)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.trainer.load_state_dict(state["trainer"])
-        self.runtime.load_state_dict({name: part for name, part in state.items() if name != "trainer"})
+    def load(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint. CheckpointError: it is of another run, or damaged."""
+        with saved.explaining():
+            self.trainer.load_state_dict(saved.state["trainer"])
+            self.runtime.load(saved.path, saved.state, saved.files)
 
 
 def build(config: RunConfig) -> Run:

@@ -170,7 +170,8 @@ def part_at(spec: DecoderSpec, lines: Lines) -> Part:
     if stages > spec.num_layers:
         raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
     layers = split_layers(spec.num_layers, stages)[lines.pp.index]
-    return Part(layers, first=lines.pp.index == 0, last=lines.pp.index == stages - 1, tp=lines.tp, cp=lines.cp)
+    first, last = lines.pp.index == 0, lines.pp.index == stages - 1
+    return Part(layers, first=first, last=last, tp=lines.tp, pp=lines.pp, cp=lines.cp)
 
 
 def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> None:
@@ -231,7 +232,8 @@ def export_model(learner: Any, source: DecoderSource, tokenizer: Tokenizer, fold
     if source.folder is not None:
         learner.export(partial(_save, folder=folder, copy_from=source.folder, pad_token_id=tokenizer.pad_token_id))
         return
-    with tempfile.TemporaryDirectory() as scratch:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=folder.parent) as scratch:  # where the workers see it, too
         tokenizer.save(Path(scratch))
         learner.export(partial(_save, folder=folder, copy_from=Path(scratch), pad_token_id=tokenizer.pad_token_id))
 

@@ -1,45 +1,96 @@
 """Checkpoints: complete, and either whole or not there.
 
     checkpoints/step-00000020/
-        manifest.json      step, and sha256 and size of every file
-        trainer.pt, actor.pt, ...
+        manifest.json               step, and sha256 and size of every file
+        trainer.json, actor.json    the state of the loop and of roles; their arrays in trainer.safetensors, ...
+        actor/0.safetensors         weights and optimizer, written by the ranks: see workers/checkpoint.py
+              1.safetensors ...
 
-A checkpoint is written beside its place, synced, and renamed; the manifest is checked before anything is loaded. The files
-are pickles of torch: load only checkpoints that you trust.
+A checkpoint is written beside its place, synced, and renamed; sizes and hashes are checked before anything goes on from it.
+Nothing in it is a pickle.
 """
 
-import errno
-import hashlib
+from __future__ import annotations
+
 import json
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from hybridflow.core.errors import CheckpointError
+from hybridflow.core.files import Written, check_file, explain_full_disk, hidden, reveal, write_whole, written
+from hybridflow.core.state_file import read_state, write_state
 
-from hybridflow.core.errors import CheckpointError, ResourceError
-from hybridflow.core.files import appearing
-
-__all__ = ["latest", "load", "save"]
+__all__ = ["Checkpoint", "Writing", "latest", "load", "marker"]
 
 MANIFEST = "manifest.json"
+FULL = "earlier checkpoints are untouched. Free some space or set checkpoint.keep lower, then go on with --resume"
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
-    """Write ``state`` (one file for each key) as the checkpoint of ``step``; the newest ``keep`` checkpoints remain."""
-    target = folder / f"step-{step:08d}"
-    try:
+class Checkpoint(NamedTuple):
+    """A checkpoint that is there: ``state`` by name, and the ``files`` of roles, whose content hasn't been looked at."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    files: dict[str, list[Written]]
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Adds to a CheckpointError what to do."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {_older(self.path)}") from error
+
+
+class Writing:
+    """A checkpoint in the making, in the folder ``partial``. ResourceError: the disk is full."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.target, self.step = folder.absolute() / f"step-{step:08d}", step
+        self._files: list[Written] = []
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        with appearing(target) as writing:
-            files = {f"{name}.pt": _write(writing / f"{name}.pt", part) for name, part in state.items()}
-            (writing / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
-    except (OSError, RuntimeError) as error:
-        raise _explain(error, target) from error
-    for old in _all(folder)[:-keep]:
-        shutil.rmtree(old)
-    return target
+        shutil.rmtree(self.target, ignore_errors=True)
+        self.partial = hidden(self.target)
+
+    def add(self, name: str, state: Any) -> None:
+        """Write the state of the loop or a role."""
+        with explain_full_disk(self.target, FULL):
+            self._files += [written(self.partial, file) for file in write_state(self.partial, name, state)]
+
+    def commit(self, files: Mapping[str, Sequence[Written]], keep: int) -> Path:
+        """Make the checkpoint appear, when the roles have written ``files``; the newest ``keep`` checkpoints remain."""
+        named = [*self._files, *(file for role in files.values() for file in role)]
+        listed = {file.name: {"sha256": file.sha256, "bytes": file.num_bytes} for file in named}
+        with explain_full_disk(self.target, FULL):
+            write_whole(self.partial / MANIFEST, json.dumps({"step": self.step, "files": listed}, indent=1).encode())
+            reveal(self.partial, self.target)
+        for old in _all(self.target.parent)[:-keep]:
+            shutil.rmtree(old)
+        return self.target
+
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def marker(folder: Path) -> Iterator[Path]:
+    """A file in ``folder`` that every machine of the run has to see."""
+    path = folder.absolute() / f".{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        yield path
+    finally:
+        path.unlink()
 
 
 def latest(folder: Path) -> Path:
@@ -50,26 +101,23 @@ def latest(folder: Path) -> Path:
     return found[-1]
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The state that was saved; CheckpointError if a file is missing or differs from what was written."""
+def load(path: Path) -> Checkpoint:
+    """What was saved; CheckpointError if a file is missing, or one that is read here differs from what was written."""
+    path = path.absolute()
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: can't be read ({error}); {_older(path)}") from None
-    for name, written in manifest["files"].items():
-        if not (path / name).is_file() or _digest(path / name) != written["sha256"]:
-            raise CheckpointError(f"{path / name}: missing or damaged (it differs from its manifest); {_older(path)}")
-    return {Path(name).stem: torch.load(path / name, weights_only=False) for name in manifest["files"]}
-
-
-def _write(path: Path, part: Any) -> dict[str, Any]:
-    torch.save(part, path)
-    return {"sha256": _digest(path), "bytes": path.stat().st_size}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    files = [Written(name, file["sha256"], file["bytes"]) for name, file in manifest["files"].items()]
+    found = Checkpoint(path, manifest["step"], {}, {})
+    with found.explaining():
+        for file in files:
+            check_file(path, file, content="/" not in file.name)
+            if "/" in file.name:
+                found.files.setdefault(file.name.partition("/")[0], []).append(file)
+    names = [Path(file.name).stem for file in files if file.name.endswith(".json")]
+    found.state.update((name, read_state(path, name)) for name in names)
+    return found
 
 
 def _all(folder: Path) -> list[Path]:
@@ -79,15 +127,3 @@ def _all(folder: Path) -> list[Path]:
 def _older(path: Path) -> str:
     others = [other.name for other in _all(path.parent) if other != path]
     return f"resume from another one with --resume {path.parent / others[-1]}" if others else "there is no other checkpoint"
-
-
-def _explain(error: Exception, target: Path) -> Exception:
-    """torch reports a full disk as a RuntimeError without errno, so the free space decides."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    free = shutil.disk_usage(next(parent for parent in target.parents if parent.exists())).free
-    if full or (isinstance(error, RuntimeError) and free < 2**26):
-        return ResourceError(
-            f"{target}: the disk is full ({free / 2**20:.0f} MiB free); earlier checkpoints are untouched. "
-            "Free some space or set checkpoint.keep lower, then go on with --resume"
-        )
-    return error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 
 from hybridflow import checkpoint
 from hybridflow.core.batch import Batch
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.files import Written
 from hybridflow.core.metrics import Span
 from hybridflow.core.resident import MemoryMeter, resident_bytes
 from hybridflow.telemetry.console import RunConsole
@@ -128,26 +131,66 @@ class Evaluator:
 
 @dataclass
 class Checkpointer:
-    """Saves every ``every`` steps (0: only when asked)."""
+    """Saves every ``every`` steps (0: only when asked), while the next steps run. A context: what is being saved when a run
+    ends is finished, also when it ends by an error.
 
-    state: Callable[[], Mapping[str, Any]]
+    ``begin``: the run's state, and roles begin to write to a folder; ``saved``: what they have written, None while they are
+    at it. At most one checkpoint is under way.
+    """
+
+    begin: Callable[[Path], Mapping[str, Any]]
+    saved: Callable[[bool], Mapping[str, Sequence[Written]] | None]
     folder: Path
     every: int
     keep: int
     timeline: Timeline
 
     def __post_init__(self) -> None:
-        self.saved = -1
+        self._last = -1
+        self._writing: checkpoint.Writing | None = None
 
     def __call__(self, step: Step) -> None:
+        self.finish(step.number, wait=False)
         if self.every and step.number % self.every == 0:
             self.save(step.number)
 
     def save(self, step: int) -> None:
-        """Save now, once for each step."""
-        if step == self.saved:
+        """Begin to save, once for each step."""
+        if step == self._last:
             return
+        self.finish(step)
+        with self._timed(step, "checkpoint.save"):
+            writing = checkpoint.Writing(self.folder, step)
+            with writing.discarded_on_error():
+                for name, state in self.begin(writing.partial).items():
+                    writing.add(name, state)
+        self._last, self._writing = step, writing
+
+    def finish(self, step: int, wait: bool = True) -> None:
+        """Make the checkpoint under way appear, if all of it has been written. The cause is raised if it couldn't be."""
+        writing = self._writing
+        if writing is None:
+            return
+        self._writing = None
+        with writing.discarded_on_error(), self._timed(step, "checkpoint.finish"):
+            files = self.saved(wait)
+            if files is None:
+                self._writing = writing
+            else:
+                writing.commit(files, self.keep)
+
+    @contextmanager
+    def _timed(self, step: int, what: str) -> Iterator[None]:
         start = time.perf_counter()
-        checkpoint.save(self.folder, step, self.state(), self.keep)
-        self.timeline.add(step, [Span("checkpoint.save", "checkpoint", start, time.perf_counter() - start)])
-        self.saved = step
+        yield
+        self.timeline.add(step, [Span(what, "checkpoint", start, time.perf_counter() - start)])
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish(self._last)
+        elif issubclass(kind, Exception):  # what can't be saved any more is not what ended the run
+            with suppress(HybridFlowError, OSError):
+                self.finish(self._last)

@@ -39,16 +39,16 @@ def train(config: RunConfig, resume: str | None = None) -> int:
     ``resume``: a checkpoint folder, "latest" for the newest of the run directory, or None for a new run.
     """
     path = Path(config.run_dir)
-    state = None if resume is None else checkpoint.load(_checkpoint(path, resume))
-    if state is None:
+    saved = None if resume is None else checkpoint.load(_checkpoint(path, resume))
+    if saved is None:
         RunDirectory.refuse_used(path)
-    elif state["trainer"]["step"] >= config.train.steps:
-        found = f"the checkpoint is after step {state['trainer']['step']} and train.steps = {config.train.steps}"
+    elif saved.step >= config.train.steps:
+        found = f"the checkpoint is after step {saved.step} and train.steps = {config.train.steps}"
         raise CheckpointError(f"{path}: {found}, so nothing is left to do; raise train.steps to go on")
     memory = MemoryMeter()
     run = build(config)
     try:
-        return _train(run, _directory(path, config, state is not None), state, memory)
+        return _train(run, _directory(path, config, saved is not None), saved, memory)
     except BaseException:
         if run.trainer.step == 0:
             shutil.rmtree(path, ignore_errors=True)  # made by this run, which has done nothing yet: the name stays free
@@ -57,10 +57,12 @@ def train(config: RunConfig, resume: str | None = None) -> int:
         run.runtime.stop()
 
 
-def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None, memory: MemoryMeter) -> int:
+def _train(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None, memory: MemoryMeter) -> int:
     trainer, config = run.trainer, run.config
-    if state is not None:
-        run.load_state_dict(state)
+    with checkpoint.marker(directory.checkpoints) as file:
+        run.runtime.sees(file)
+    if saved is not None:
+        run.load(saved)
     start, steps = trainer.step, config.train.steps
     title = f"{config.algorithm} · {config.run_dir}"
     with (
@@ -69,21 +71,19 @@ def _train(run: Run, directory: RunDirectory, state: dict[str, Any] | None, memo
         RunConsole(steps, start=start, title=title) as console,
     ):
         evaluator = _evaluator(run, console, timeline)
-        checkpointer = Checkpointer(
-            run.state_dict, directory.checkpoints, config.checkpoint.every, config.checkpoint.keep, timeline
-        )
+        every, keep = config.checkpoint.every, config.checkpoint.keep
+        checkpointer = Checkpointer(run.save, run.runtime.saved, directory.checkpoints, every, keep, timeline)
         trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline, memory), checkpointer]
         console.note(run.parts.describe())
         if evaluator and start == 0:
             tracker.log(0, evaluator.run(0).metrics())
-        with _stop_on_interrupt(trainer, console), _save_on_reward_error(trainer, checkpointer, console):
+        with checkpointer, _stop_on_interrupt(trainer, console), _save_on_reward_error(trainer, checkpointer, console):
             trainer.train(steps)
+            if config.checkpoint.every or trainer.step < steps:
+                checkpointer.save(trainer.step)
         if trainer.step < steps:
-            checkpointer.save(trainer.step)
             console.note(f"interrupted after step {trainer.step}/{steps}; saved; go on with --resume")
             return INTERRUPTED
-        if config.checkpoint.every:
-            checkpointer.save(steps)
         _finish(run, directory, console)
     return 0
 
@@ -144,6 +144,7 @@ def _save_on_reward_error(trainer: Trainer, checkpointer: Checkpointer, console:
     except RewardError:
         if trainer.step > 0:
             checkpointer.save(trainer.step)
+            checkpointer.finish(trainer.step)
             console.note(f"saved after step {trainer.step}; mend the reward, then go on with --resume")
         raise
 

@@ -14,11 +14,13 @@ import torch
 
 from hybridflow.cli import main
 from hybridflow.core.config import apply_overrides
+from hybridflow.core.files import Written
 from hybridflow.data.text import Tokenizer
 from hybridflow.models import sources
 from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import save_decoder
+from hybridflow.workers.checkpoint import PieceReader
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,31 @@ def with_keys(data: dict[str, Any], /, **keys: Any) -> dict[str, Any]:
         else:
             section[last] = value
     return out
+
+
+class Saved(NamedTuple):
+    """What a learner has saved: the folder with its tensors, and what the driver keeps."""
+
+    folder: Path
+    state: dict[str, Any]
+    files: list[Written]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return saved_tensors(self.folder)
+
+
+def save(learner: Any, folder: Path) -> Saved:
+    """As runtimes do, in one process."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    state = learner.save(folder)
+    (files,) = learner.saved(True)
+    return Saved(folder, state, files)
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors, whole, by name."""
+    with PieceReader(folder) as reader:
+        return {name: reader.full(name) for name in reader.names()}
 
 
 @pytest.fixture

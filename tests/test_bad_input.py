@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import REVERSE, Outcome, with_keys
 
 from hybridflow import checkpoint
 from hybridflow.core.errors import ResourceError
+from hybridflow.parallel.shard import Piece
+from hybridflow.workers.checkpoint import PieceWriter
 
 Program = Callable[..., Outcome]
 
@@ -369,13 +372,18 @@ def test_resuming_without_or_from_a_damaged_checkpoint(config: Any, hybridflow: 
     line = one_line(hybridflow("train", path, "--resume"))
     assert "after step 2 and train.steps = 2, so nothing is left to do" in line
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    content = bytearray((newest / "actor.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (newest / "actor.pt").write_bytes(content)
-    line = one_line(hybridflow("train", path, "--resume"))
-    assert "actor.pt: missing or damaged" in line and "step-00000001" in line
+    more = ("--resume", "--train.steps", 3)
+    for name in ("trainer.json", "actor/0.safetensors"):
+        whole = (newest / name).read_bytes()
+        for content in (whole[:-1], whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :], None):
+            (newest / name).unlink()
+            if content is not None:
+                (newest / name).write_bytes(content)
+            line = one_line(hybridflow("train", path, *more))
+            assert f"{name}: missing or damaged" in line and "--resume" in line and "step-00000001" in line
+            (newest / name).write_bytes(whole)
     (newest / "manifest.json").unlink()
-    assert "manifest.json: can't be read" in one_line(hybridflow("train", path, "--resume"))
+    assert "manifest.json: can't be read" in one_line(hybridflow("train", path, *more))
     good = newest.with_name("step-00000001")
     assert hybridflow("train", path, "--resume", good).code == 0
 
@@ -397,11 +405,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoints(small_disk: Path) -> None:
-    first = checkpoint.save(small_disk, 1, {"actor": {"weights": torch.zeros(20_000)}}, keep=5)
-    with pytest.raises(ResourceError, match=r"disk is full .* earlier checkpoints are untouched"):
-        checkpoint.save(small_disk, 2, {"actor": {"weights": torch.zeros(400_000)}}, keep=5)
-    assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
-    assert torch.equal(checkpoint.load(first)["actor"]["weights"], torch.zeros(20_000))
+    """Whether the driver or a rank can't write."""
+
+    def save(step: int, numbers: int, tensors: int) -> Path:
+        writing, writer = checkpoint.Writing(small_disk, step), PieceWriter()
+        with writing.discarded_on_error():
+            weights = torch.zeros(tensors)
+            writer.start(writing.partial / "actor" / "0.safetensors", [("x", Piece.whole("x", (tensors,), True), weights)])
+            writing.add("trainer", {"numbers": np.zeros(numbers, np.float32)})
+            files = writer.done(wait=True)
+            assert files is not None
+            return writing.commit({"actor": files}, keep=5)
+
+    first = save(1, 20_000, 20_000)
+    for sizes in ((400_000, 1), (1, 400_000)):
+        with pytest.raises(ResourceError, match=r"disk is full .* earlier checkpoints are untouched"):
+            save(2, *sizes)
+        assert [path.name for path in small_disk.iterdir()] == ["step-00000001"]
+    assert np.array_equal(checkpoint.load(first).state["trainer"]["numbers"], np.zeros(20_000, np.float32))
 
 
 def test_out_of_memory_says_what_to_lower(config: Any, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ One group of eight processes goes through all meshes; every test looks at a part
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Saved, save, saved_tensors
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parent / "workers"))  # as pytest does for the tests there
@@ -239,7 +239,8 @@ KEPT = {
 class Kept(NamedTuple):
     """What a rank has that went on from a checkpoint: its state at once, and the metrics of another update."""
 
-    state: list[dict[str, Any]]
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
     metrics: Metrics
     weights: dict[str, np.ndarray]
     parameters: tuple[int, int]
@@ -249,15 +250,24 @@ Results = dict[tuple[str, str], Outcome]
 KeptResults = dict[tuple[str, str], Kept]
 
 
-def went_on(case: Case, context: WorkerContext, state: list[dict[str, Any]], folder: Path | None) -> Kept:
+def went_on(case: Case, context: WorkerContext, saved: Saved, folder: Path) -> Kept:
     one = case.learner(context)
-    one.load_state_dict(state)
-    if folder is not None:
-        one.export(partial(export, folder=folder))
-    loaded = copy.deepcopy(one.state_dict())
+    one.load(*saved)
+    if case.networks.main != "value":
+        one.export(partial(export, folder=folder / "model"))
+    state, tensors = through_files(one, folder / "actor")
     weights = {name: array.copy() for name, array in one.weights().items()}
     one.update(case.data, case.loss)
-    return Kept(loaded, context.metrics, weights, one.num_parameters())
+    return Kept(state.state, tensors, context.metrics, weights, one.num_parameters())
+
+
+def through_files(one: Learner, folder: Path) -> tuple[Saved, dict[str, Tensor]]:
+    """What the ranks of a mesh save together, and its tensors."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    state, files = one.save(folder), one.saved(True)
+    for line in (one.lines.tp, one.lines.pp, one.lines.dp):  # wait for all ranks
+        line.all_reduce(torch.zeros(1))
+    return Saved(folder, state, files[0] or []), saved_tensors(folder)
 
 
 def export(model: Any, folder: Path) -> None:
@@ -271,15 +281,15 @@ def checkpoints(rank: int, lines: Mapping[str, ProcessMesh], folder: Path) -> Ke
         one = settings.learner(context_of(MESHES[SAVED], rank, lines[SAVED]))
         one.update(settings.data, settings.loss)
         one.update(settings.data, settings.loss)
-        states: list[Any] = [None] * WORLD
-        dist.all_gather_object(states, one.state_dict())
-        state = [entry for saver in THREE_D_PP_ONLY.collect(MESHES[SAVED]) for entry in states[saver]]
-        if rank == 0:
-            torch.save(state, folder / f"{case}.pt")
+        saved, _ = through_files(one, folder / case / "actor")
+        files: list[Any] = [None] * WORLD
+        dist.all_gather_object(files, saved.files)
+        saved = saved._replace(files=[file for own in files for file in own])
+        torch.save(saved, folder / f"{case} {rank}.pt")
         for name in GOES_ON:
             if rank < MESHES[name].size:
-                to = folder / f"{case} {name}" if settings.networks.main != "value" else None
-                kept[name, case] = went_on(settings, context_of(MESHES[name], rank, lines[name]), state, to)
+                context = context_of(MESHES[name], rank, lines[name])
+                kept[name, case] = went_on(settings, context, saved, folder / f"{case} {name}")
     return kept
 
 
@@ -423,57 +433,57 @@ each_kept = pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh in 
 
 @cache
 def kept_alone(case: str, folder: Path) -> Kept:
-    to = folder / f"{case} alone" if KEPT[case].networks.main != "value" else None
-    return went_on(KEPT[case], WorkerContext(), saved(case, folder), to)
+    return went_on(KEPT[case], WorkerContext(), saved(case, folder), folder / f"{case} alone")
 
 
-def saved(case: str, folder: Path) -> list[dict[str, Any]]:
-    state: list[dict[str, Any]] = torch.load(folder / f"{case}.pt", weights_only=False)
-    return state
+def saved(case: str, folder: Path) -> Saved:
+    found: Saved = torch.load(folder / f"{case} 0.pt", weights_only=False)
+    return found
 
 
-def flat(state: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every number of a state by its path; what several stages have is the same in all of them."""
-    out: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk(inner, f"{path}/{key}")
-        else:
-            assert torch.equal(torch.as_tensor(out.setdefault(path, value)), torch.as_tensor(value)), path
-
-    for stage in state:
-        walk(stage, "")
-    return out
-
-
-def assert_same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def assert_same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    for path, value in one.items():
-        mine, theirs = torch.as_tensor(value), torch.as_tensor(other[path])
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), path
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_a_checkpoint_of_a_mesh_is_one_of_one_process(kept: list[KeptResults], folder: Path, case: str) -> None:
-    state = flat(saved(case, folder))
-    assert len(state) > 40
-    assert_same_bits(state, flat(kept_alone(case, folder).state))
+def test_a_checkpoint_of_a_mesh_is_one_of_one_process(
+    kept: list[KeptResults], folder: Path, tmp_path: Path, case: str
+) -> None:
+    found = saved(case, folder)
+    assert len(found.tensors()) > 40
+    assert_same_bits(found.tensors(), kept_alone(case, folder).tensors)
+    assert found.state == kept_alone(case, folder).state
     trained = KEPT[case].learner(WorkerContext())
     trained.update(KEPT[case].data, KEPT[case].loss)
     trained.update(KEPT[case].data, KEPT[case].loss)
-    own = flat(trained.state_dict())
-    assert own.keys() == state.keys()
-    near = 0.02 if KEPT[case].dtype == torch.bfloat16 else 2e-3
-    for path, value in own.items():
-        torch.testing.assert_close(torch.as_tensor(state[path]), torch.as_tensor(value), rtol=near, atol=near)
+    own = save(trained, tmp_path / "run" / "actor")
+    assert own.state == found.state
+    tensors, near = found.tensors(), 0.02 if KEPT[case].dtype == torch.bfloat16 else 2e-3
+    for name, tensor in own.tensors().items():
+        torch.testing.assert_close(tensors.pop(name), tensor, rtol=near, atol=near)
+    assert not tensors
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_every_rank_writes_its_part_and_nothing_twice(kept: list[KeptResults], folder: Path, case: str) -> None:
+    found = saved(case, folder)
+    assert {file.name for file in found.files} == {f"actor/{rank}.safetensors" for rank in range(WORLD)}
+    tensors = found.tensors()
+    assert not {"qkv", "gate_up"} & {part for name in tensors for part in name.split(".")}
+    assert {"q", "k", "v", "gate", "up"} <= {part for name in tensors for part in name.split(".")}
+    total, most = sum(x.nbytes for x in tensors.values()), max(file.num_bytes for file in found.files)
+    header = 20_000
+    assert total < sum(file.num_bytes for file in found.files) < total + WORLD * header
+    assert most - header < total / 2
 
 
 @each_kept
 def test_a_checkpoint_is_the_same_on_every_mesh(kept: list[KeptResults], folder: Path, mesh: str, case: str) -> None:
-    stages = [kept[rank][mesh, case] for rank in THREE_D_PP_ONLY.collect(MESHES[mesh])]
-    assert_same_bits(flat(saved(case, folder)), flat([entry for stage in stages for entry in stage.state]))
+    for rank in range(MESHES[mesh].size):
+        assert kept[rank][mesh, case].state == saved(case, folder).state
+        assert_same_bits(saved(case, folder).tensors(), kept[rank][mesh, case].tensors)
 
 
 @each_kept
@@ -504,17 +514,27 @@ def test_the_weights_of_all_stages_load_into_a_replica(kept: list[KeptResults], 
     assert sum(map(len, parts)) == len({name for part in parts for name in part})
     replica = Replica(KEPT[case].networks)
     replica.load({name: array for part in parts for name, array in part.items()}, version=2)
-    expected = saved(case, folder)
+    expected = KEPT[case].learner(WorkerContext())
+    expected.load(*saved(case, folder))
     for name, parameter in replica.networks[replica.main].named_parameters():
-        (full,) = [stage["networks"][replica.main][name] for stage in expected if name in stage["networks"][replica.main]]
-        assert torch.equal(parameter, full), name
+        assert torch.equal(parameter, expected.model.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("case", [case for case in KEPT if KEPT[case].networks.main != "value"])
 @pytest.mark.parametrize("mesh", GOES_ON)
 def test_any_mesh_exports_the_folder_of_one_process(kept: list[KeptResults], folder: Path, mesh: str, case: str) -> None:
+    """To the last byte, but that each stage of a pipeline writes a file of its own."""
     kept_alone(case, folder)
-    one, many = ({file.name: file.read_bytes() for file in (folder / f"{case} {how}").iterdir()} for how in ("alone", mesh))
-    assert one == many and {"config.json", "model.safetensors"} <= one.keys()
+    paths = [folder / f"{case} {how}" / "model" for how in ("alone", mesh)]
+    one, many = ({file.name: file.read_bytes() for file in path.iterdir()} for path in paths)
     load = load_reward if KEPT[case].networks.main == "reward" else load_decoder
-    assert load(folder / f"{case} {mesh}", KEPT[case].dtype) is not None
+    models = [load(path, KEPT[case].dtype) for path in paths]
+    (first, score), (second, same) = (model if isinstance(model, tuple) else (model, torch.zeros(1)) for model in models)
+    assert score is not None and same is not None
+    assert_same_bits({**first.state_dict(), "score": score}, {**second.state_dict(), "score": same})
+    if MESHES[mesh].pp == 1:
+        assert one == many and {"config.json", "model.safetensors"} <= one.keys()
+    else:
+        shards = {f"model-{n:05}-of-{MESHES[mesh].pp:05}.safetensors" for n in range(1, MESHES[mesh].pp + 1)}
+        assert many.keys() - one.keys() == {*shards, "model.safetensors.index.json"}
+        assert one["config.json"] == many["config.json"]

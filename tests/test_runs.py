@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, REVERSE, with_keys
+from conftest import CARTPOLE, REVERSE, saved_tensors, with_keys
 
 from hybridflow import checkpoint
 from hybridflow.build import build
@@ -35,7 +35,9 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def state(run_dir: Path) -> dict[str, Any]:
-    return checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
+    """Of the newest checkpoint; "tensors" are those of roles."""
+    saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
+    return {**saved.state, "tensors": {role: saved_tensors(saved.path / role) for role in saved.files}}
 
 
 def assert_equal(a: Any, b: Any, where: str = "state") -> None:
@@ -146,8 +148,8 @@ def learned(data: dict[str, Any], **keys: Any) -> dict[str, torch.Tensor]:
     made = build(validate(with_keys(data, run_dir="unused", **keys), "test"))
     try:
         made.trainer.train(made.config.train.steps)
-        networks = made.state_dict()["actor"][0]["networks"]["policy"]
-        return {name: tensor.clone() for name, tensor in networks.items()}
+        weights = made.parts.actor.learner.weights()  # type: ignore[attr-defined]
+        return {name.removeprefix("policy/"): torch.tensor(array) for name, array in weights.items()}
     finally:
         made.runtime.stop()
 

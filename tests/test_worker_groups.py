@@ -18,6 +18,7 @@ from conftest import CARTPOLE, REVERSE, Outcome, with_keys
 from test_runs import ENVIRONMENTS, TEXT, assert_equal, records, run, state
 
 from hybridflow.config import resolved, validate
+from hybridflow.models.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -154,7 +155,7 @@ def test_models_cut_over_meshes_learn_what_whole_ones_learn(name: str, tmp_path:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_checkpoint_of_a_mesh_goes_on_on_others(tmp_path: Path) -> None:
-    """From tp 2 x pp 2 to dp 2 x pp 2, and to one process, which write the same model."""
+    """From tp 2 x pp 2 to dp 2 x pp 2, and to one process, which write the same model; of a pipeline, a file a stage."""
     data = with_keys(CUT["grpo"][0], checkpoint={"every": 2}, evaluation__every=2)
     meshes = with_keys(cut("grpo"), checkpoint={"every": 2}, evaluation__every=2)
     whole = run(data, tmp_path / "whole", train__steps=4)
@@ -164,14 +165,19 @@ def test_a_checkpoint_of_a_mesh_goes_on_on_others(tmp_path: Path) -> None:
     one = run(data, tmp_path / "one", resume="latest", train__steps=4)
     for other in (mesh, one):
         assert_near(whole, other, 4)
-    (saved,), stages = state(one)["actor"], state(mesh)["actor"]
-    assert len(stages) == 2 and saved["version"] == stages[0]["version"] == stages[1]["version"]
-    weights = {name: x for stage in stages for name, x in stage["networks"]["policy"].items()}
-    assert weights.keys() == saved["networks"]["policy"].keys()
-    for name, x in saved["networks"]["policy"].items():
-        torch.testing.assert_close(weights[name], x, rtol=1e-3, atol=1e-5)
-    exported = [{file.name: file.stat().st_size for file in (run_dir / "model").iterdir()} for run_dir in (mesh, one)]
-    assert exported[0] == exported[1] and {"model.safetensors", "tokenizer.json"} <= exported[0].keys()
+    saved, parts = state(one), state(mesh)
+    assert saved["actor"] == parts["actor"]
+    saved, parts = saved["tensors"]["actor"], parts["tensors"]["actor"]
+    assert saved.keys() == parts.keys()
+    for name, x in saved.items():
+        torch.testing.assert_close(parts[name], x, rtol=1e-3, atol=1e-5)
+    exported = [{file.name for file in (run_dir / "model").iterdir()} for run_dir in (mesh, one)]
+    shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert exported[0] - exported[1] == {*shards, "model.safetensors.index.json"}
+    assert exported[1] - exported[0] == {"model.safetensors"} and "tokenizer.json" in exported[1]
+    models = [load_decoder(run_dir / "model") for run_dir in (mesh, one)]
+    for (name, x), y in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.timeout(180)

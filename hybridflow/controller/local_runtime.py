@@ -7,10 +7,10 @@ it declared to write, one row for each row unless it makes its own, and every ar
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from hybridflow.controller.handle import Handle, check_reads
+from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ContractError
 from hybridflow.core.metrics import Metrics, Span
@@ -21,10 +21,11 @@ __all__ = ["LocalRuntime"]
 W = TypeVar("W")
 
 
-class LocalRuntime:
+class LocalRuntime(KeepsState):
     """Builds workers in this process and calls them directly."""
 
     def __init__(self) -> None:
+        self.roles: dict[str, Role[Any]] = {}
         self._workers: dict[str, Any] = {}
         self._contexts: dict[str, WorkerContext] = {}
         self._metrics, self._spans = Metrics(), list[Span]()
@@ -35,6 +36,7 @@ class LocalRuntime:
             raise ContractError(f"two roles are called {role.name!r}")
         context = self._contexts[role.name] = WorkerContext()
         self._workers[role.name] = role.worker(context, **role.args)
+        self.roles[role.name] = role
         return cast(W, Handle(self, role))
 
     def share(self, learner: str, sampler: str) -> None:
@@ -74,22 +76,10 @@ class LocalRuntime:
         self._metrics, self._spans = Metrics(), []
         return drained
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of every worker that has one, by role."""
-        return {name: worker.state_dict() for name, worker in self._workers.items() if _has_state(worker)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, worker in self._workers.items():
-            if _has_state(worker):
-                worker.load_state_dict(state[name])
-
     def stop(self) -> None:
         """Release what the workers hold."""
         for worker in self._workers.values():
             if is_control(getattr(type(worker), "close", None)):
                 worker.close()
         self._workers.clear()
-
-
-def _has_state(worker: Any) -> bool:
-    return is_control(getattr(type(worker), "state_dict", None))
+        self.roles.clear()

@@ -39,6 +39,7 @@ __all__ = ["RAY_INLINES", "Call", "OutputRefs", "Process", "Report", "Setup", "l
 
 RAY_INLINES = 10 * 1024
 """Smaller results pass through the driver, to each of their readers; with Ray's own limit, 100 KB, megabytes a step do."""
+NEED_NO_MODEL = ("saved", "sees", "close")
 Shipped = Any
 """a column as it is stored: an array, or (values, lengths) of a ragged one"""
 
@@ -242,7 +243,7 @@ class Process:
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""
         with self._working(f"{role}.{method}"):
-            if role not in self.sources:  # a sampler's own affairs need no weights
+            if role not in self.sources and method not in NEED_NO_MODEL:  # a sampler's own affairs need no weights
                 self._make_room(role, method)
             result = getattr(self.roles[role][1], method)(*arguments)
         return result if wanted else None

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
@@ -28,6 +28,7 @@ from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
 from hybridflow.controller.ray_group import WorkerGroup, connect, reserve
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
+from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Held, Lazy, Loaded, Source
 from hybridflow.core.errors import ContractError, HybridFlowError, UserError, WorkerError
@@ -60,7 +61,7 @@ class _Task:
         return f"{self.what} in {self.group.name(self.rank)}"
 
 
-class RayRuntime:
+class RayRuntime(KeepsState):
     """A worker group for each pool. ``threads``: of torch in each process, 0 for a share of the cores. ``gpus``: each
     worker gets one. See ``RuntimeConfig`` for the rest.
     """
@@ -367,20 +368,6 @@ class RayRuntime:
         """Stop all workers between two microbatches or tokens, or let them go on; meanwhile no deadline passes."""
         self.paused = paused
         ray.get([process.pause.remote(paused) for process in self.peers.values()])
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of every role that has one, by role."""
-        return {
-            role.name: self.control(role, "state_dict", method, ())
-            for role in self.roles.values()
-            if is_control(method := getattr(role.worker, "state_dict", None))
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        for role in self.roles.values():
-            if is_control(method := getattr(role.worker, "load_state_dict", None)):
-                self.control(role, "load_state_dict", method, (ray.put(state[role.name]),))
-        self.ready()
 
     def stop(self) -> None:
         """Let the workers close what they hold, then end all processes."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from hybridflow.controller.handle import Handle, check_reads
+from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch, Column
 from hybridflow.core.errors import ContractError
 from hybridflow.core.fields import FIELDS, Axis
@@ -39,7 +40,7 @@ class Workload:
     types: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
 
 
-class TraceRuntime:
+class TraceRuntime(KeepsState):
     """Records ``graph`` and ``roles``. Metrics stay empty: nothing is computed. ``times``: see ``Call``."""
 
     def __init__(self, workload: Workload) -> None:
@@ -66,12 +67,6 @@ class TraceRuntime:
 
     def drain(self) -> Drained:
         return Drained(Metrics(), [])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        return None
 
     def stop(self) -> None:
         return None

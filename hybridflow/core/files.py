@@ -1,12 +1,50 @@
 """Files and folders that are there whole or not at all, whenever the process is killed."""
 
+import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["appearing", "sync", "write_whole"]
+from hybridflow.core.errors import CheckpointError, ResourceError
+
+__all__ = [
+    "Written",
+    "appearing",
+    "check_file",
+    "explain_full_disk",
+    "hidden",
+    "hidden_name",
+    "reveal",
+    "sync",
+    "write_whole",
+    "written",
+]
+
+
+class Written(NamedTuple):
+    """A file as it was written: its path in its folder, its content's SHA-256 and its size."""
+
+    name: str
+    sha256: str
+    num_bytes: int
+
+
+def written(folder: Path, name: str) -> Written:
+    """A file as it is."""
+    with (folder / name).open("rb") as file:
+        return Written(name, hashlib.file_digest(file, "sha256").hexdigest(), (folder / name).stat().st_size)
+
+
+def check_file(folder: Path, expected: Written, content: bool = True) -> None:
+    """CheckpointError: the file is missing, or not as it was written: by its size, and by its ``content``."""
+    path = folder / expected.name
+    fits = path.is_file() and path.stat().st_size == expected.num_bytes
+    if not fits or (content and written(folder, expected.name) != expected):
+        raise CheckpointError(f"{path}: missing or damaged (it differs from its manifest)")
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -23,17 +61,46 @@ def write_whole(path: Path, data: bytes) -> None:
 def appearing(folder: Path) -> Iterator[Path]:
     """A hidden sibling to fill, which becomes ``folder`` at the end, on disk; removed on any error, and on the next try
     after a kill."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial = hidden(folder)
     try:
         yield partial
-        for path in [*partial.iterdir(), partial]:
+        for path in partial.iterdir():
             sync(path)
-        partial.rename(folder)
-        sync(folder.parent)
+        reveal(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def hidden(folder: Path) -> Path:
+    """A new and empty hidden sibling, for ``reveal``; what an earlier try left of it is removed."""
+    partial = folder.with_name(hidden_name(folder))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    return partial
+
+
+def hidden_name(folder: Path) -> str:
+    """Of the hidden sibling."""
+    return f".{folder.name}.partial"
+
+
+def reveal(partial: Path, folder: Path) -> None:
+    """Make ``folder`` of its hidden sibling, whose files are on disk."""
+    sync(partial)
+    partial.rename(folder)
+    sync(folder.parent)
+
+
+@contextmanager
+def explain_full_disk(folder: Path, hint: str) -> Iterator[None]:
+    """Make a ResourceError of an error of writing to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+        raise ResourceError(f"{folder}: the disk is full ({free / 2**20:.0f} MiB free); {hint}") from error
 
 
 def sync(path: Path) -> None:

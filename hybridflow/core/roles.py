@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
@@ -24,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from hybridflow.core.batch import Batch
+from hybridflow.core.files import Written
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, TransferProtocol
 
@@ -40,6 +42,7 @@ __all__ = [
     "Offloadable",
     "Role",
     "Runtime",
+    "Saving",
     "Scorer",
     "Verb",
     "WorkerContext",
@@ -376,6 +379,19 @@ class Offloadable(Protocol):
     def onload(self, method: str) -> int: ...
 
 
+class Saving(Protocol):
+    """A worker that keeps tensors: its ranks write them to a folder by themselves, and read them there. By control methods.
+
+    ``save`` returns, and then the files are written while the worker goes on: ``saved`` tells of every rank which they are,
+    None if it isn't done. ``sees`` raises a CheckpointError if a file of the driver isn't there for a rank.
+    """
+
+    def save(self, folder: Path, /) -> dict[str, Any]: ...
+    def saved(self, wait: bool, /) -> list[list[Written] | None]: ...
+    def sees(self, file: Path, /) -> None: ...
+    def load(self, folder: Path, state: Mapping[str, Any], files: Sequence[Written], /) -> None: ...
+
+
 class Drained(NamedTuple):
     """What happened since the last drain: metrics by name, and the spans of verbs that ran."""
 
@@ -388,6 +404,9 @@ class Runtime(Protocol):
 
     ``share``: let the sampler use the learner's networks, both named by role: in place where it can, otherwise as a copy
     that ``publish`` renews. ``ready`` waits until every role is built.
+
+    ``save``: the state of every role that has one, by role; those that are ``Saving`` begin to write to ``folder``/<role>,
+    until ``saved``: their files by role, None if they aren't done. ``sees``: all of them see a file of the driver.
     """
 
     def role(self, role: Role[W], /) -> W: ...
@@ -395,8 +414,10 @@ class Runtime(Protocol):
     def publish(self, learner: str, sampler: str, /) -> None: ...
     def ready(self) -> None: ...
     def drain(self) -> Drained: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+    def save(self, folder: Path, /) -> dict[str, Any]: ...
+    def saved(self, wait: bool, /) -> dict[str, list[Written]] | None: ...
+    def sees(self, file: Path, /) -> None: ...
+    def load(self, folder: Path, state: Mapping[str, Any], files: Mapping[str, Sequence[Written]], /) -> None: ...
     def stop(self) -> None: ...
 
 

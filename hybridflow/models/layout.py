@@ -15,17 +15,18 @@ its own training slice is a part of what it reads:
     qkv   [q0 k0 v0 | q1 k1 v1]       gate_up  [gate0 up0 | gate1 up1]       all others lie as in one slice
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import gcd
 
 from hybridflow.core.errors import UserError
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.parallel.shard import Shard, cuts, deal_heads, lengths
+from hybridflow.parallel.shard import Piece, Shard, cuts, deal_heads, lengths
 
-__all__ = ["Fused", "decoder_shards", "fused_rows", "head_cut", "local_spec"]
+__all__ = ["Fused", "decoder_pieces", "decoder_shards", "fused_rows", "head_cut", "local_spec"]
 
 
 def head_cut(spec: DecoderSpec, index: int, size: int) -> tuple[range, range, bool]:
@@ -129,6 +130,22 @@ def decoder_shards(spec: DecoderSpec, index: int = 0, size: int = 1, sequence_pa
     table |= {f"layers.{number}.{name}": shard for number in range(spec.num_layers) for name, shard in layer.items()}
     table["norm.weight"] = _copied(spec.hidden_size, index, sequence_parallel and size > 1)
     return table if spec.tied else table | {"lm_head.weight": vocabulary}
+
+
+def decoder_pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> Iterator[Piece]:
+    """What is held of each tensor with q, k, v and gate, up apart: "layers.0.q.weight", from "layers.0.qkv.weight"."""
+    q, kv, width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+    fused = {"qkv": {"q": q, "k": kv, "v": kv}, "gate_up": {"gate": width, "up": width}}
+    for parameter, shard in shards.items():
+        path, module, kind = ("." + parameter).rsplit(".", 2)
+        parts = fused.get(module, {module: shard.shape[0]})
+        names, starts = list(parts), [0, *accumulate(parts.values())]
+        for cut, place, owned in shard.places:
+            which = bisect_right(starts[1:-1], cut.start)
+            name, start = names[which], starts[which]
+            rows = range(cut.start - start, cut.stop - start)
+            shape = (parts[name], *shard.shape[1:])
+            yield Piece(f"{path}.{name}.{kind}"[1:], parameter, shape, shard.dim, rows, place, owned)
 
 
 def _layer_shards(spec: DecoderSpec, index: int, size: int, sequence_parallel: bool) -> Iterator[tuple[str, Shard]]:

@@ -6,6 +6,7 @@ sequences are never split). The hidden state at position t - 1 decides about tok
 """
 
 import math
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,11 +18,12 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError
 from hybridflow.models.context import ContextAttention
 from hybridflow.models.decoder import Attend, CausalAttention, Decoder
+from hybridflow.models.layout import decoder_pieces
 from hybridflow.ops.log_probs import log_probs_and_entropy
 from hybridflow.parallel.context import Dealt, holders
-from hybridflow.parallel.shard import Shard
+from hybridflow.parallel.shard import Piece, Shard
 
-__all__ = ["Packed", "TextCritic", "TextPolicy", "TextReward", "fresh_score", "network_shards"]
+__all__ = ["Packed", "TextCritic", "TextPolicy", "TextReward", "fresh_score", "network_pieces", "network_shards"]
 
 Places = NDArray[np.int64]
 
@@ -145,6 +147,22 @@ def network_shards(network: nn.Module) -> dict[str, Shard]:
         if name not in shards:
             shards[name] = Shard(tuple(parameter.shape), 0, (range(len(parameter)),), (owned,))
     return shards
+
+
+def network_pieces(network: nn.Module) -> list[Piece]:
+    """What is held of each tensor of a network, parameters and buffers, as checkpoints name them; tied ones once."""
+    decoders = {f"{path}.": module for path, module in network.named_modules() if isinstance(module, Decoder)}
+    owned = all(decoder.part.tp.index == 0 for decoder in decoders.values())
+    named = (*network.named_parameters(), *network.named_buffers())
+    others = [(name, x) for name, x in named if not name.startswith(tuple(decoders))]
+    return [
+        *(
+            replace(piece, name=path + piece.name, parameter=path + piece.parameter)
+            for path, decoder in decoders.items()
+            for piece in decoder_pieces(decoder.spec, decoder.shards)
+        ),
+        *(Piece.whole(name, tuple(x.shape), owned) for name, x in others),
+    ]
 
 
 def pack_rows(tokens: Ragged, places: Places, decoder: Decoder) -> Packed:

@@ -11,27 +11,28 @@ of the tensors as they stream by.
 import errno
 import json
 import math
+import os
 import shutil
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.core.errors import ContractError, ModelError, ResourceError
-from hybridflow.core.files import appearing
-from hybridflow.models.decoder import Decoder, Part
-from hybridflow.models.layout import decoder_shards
+from hybridflow.core.files import appearing, hidden_name
+from hybridflow.core.tensor_file import Kind, kind_of, write_tensors
+from hybridflow.models.decoder import Decoder, Part, part_shards
+from hybridflow.models.layout import decoder_pieces, decoder_shards
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
-from hybridflow.parallel.shard import Shard
+from hybridflow.parallel.mesh import Line
+from hybridflow.parallel.shard import Piece, Shard
 
 __all__ = [
     "decoder_sizes",
@@ -51,19 +52,22 @@ SCORE = "score.weight"
 """The head of a reward model."""
 
 _NAMES = {
-    "embed": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "lm_head": ("lm_head",),
-    "attention_norm": ("input_layernorm",),
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": ("self_attn.q_norm",),
-    "k_norm": ("self_attn.k_norm",),
-    "out": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
 }
-"""Our module -> Hugging Face's, in the order of our rows."""
+"""Our name of a matrix -> Hugging Face's."""
 
 _ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
@@ -276,38 +280,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-class _Piece(NamedTuple):
-    """A tensor of Hugging Face's: the parameter that holds it, where in the full one, and where in the slice here."""
-
-    name: str
-    parameter: str
-    shape: tuple[int, ...]
-    dim: int
-    cut: range
-    place: range
-
-    def of(self, slices: Tensor) -> Tensor:
-        """A view of what is here."""
-        return slices.narrow(self.dim, self.place.start, len(self.place))
+def _pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> dict[str, list[Piece]]:
+    """What is held of each tensor, by Hugging Face's name."""
+    found: dict[str, list[Piece]] = {}
+    for piece in decoder_pieces(spec, shards):
+        found.setdefault(_hf_name(piece.name), []).append(piece)
+    return found
 
 
-def _pieces(spec: DecoderSpec, shards: Mapping[str, Shard]) -> Iterator[_Piece]:
-    """What Hugging Face makes of each parameter."""
-    for parameter, shard in shards.items():
-        path, module, kind = ("." + parameter).rsplit(".", 2)
-        sizes, prefix = _rows(spec, module, shard.shape[0]), f"model{path}." if path else ""
-        starts = [0, *accumulate(sizes[:-1])]
-        for cut, place, _ in shard.places:
-            which = bisect_right(starts, cut.start) - 1
-            shape = (sizes[which], *shard.shape[1:])
-            here = range(cut.start - starts[which], cut.stop - starts[which])
-            yield _Piece(f"{prefix}{_NAMES[module][which]}.{kind}", parameter, shape, shard.dim, here, place)
-
-
-def _rows(spec: DecoderSpec, module: str, rows: int) -> list[int]:
-    """Rows of the tensors that a full parameter is fused of."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return {"qkv": [q, kv, kv], "gate_up": [spec.intermediate_size] * 2}.get(module, [rows])
+def _hf_name(name: str) -> str:
+    """Of a tensor: "layers.0.q.weight" -> "model.layers.0.self_attn.q_proj.weight"."""
+    path, matrix, kind = ("." + name).rsplit(".", 2)
+    return f"model{path}.{_NAMES[matrix]}.{kind}" if path else f"{_NAMES[matrix]}.{kind}"
 
 
 def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -316,8 +300,8 @@ def hf_state(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     Of a decoder that holds a part, what is here.
     """
     own = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    for piece in _pieces(decoder.spec, decoder.shards):
-        yield piece.name, piece.of(own[piece.parameter])
+    for name, pieces in _pieces(decoder.spec, decoder.shards).items():
+        yield from ((name, piece.of(own[piece.parameter])) for piece in pieces)
 
 
 @torch.no_grad()
@@ -327,10 +311,8 @@ def load_hf_state(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], where
     ``where`` names their origin in errors. Raises ModelError: a tensor is missing, unknown or of the wrong shape.
     """
     own = dict(decoder.named_parameters())
-    targets = dict[str, list[_Piece]]()
-    for piece in _pieces(decoder.spec, decoder.shards):
-        targets.setdefault(piece.name, []).append(piece)
-    elsewhere = {piece.name for piece in _pieces(decoder.spec, decoder_shards(decoder.spec))} - targets.keys()
+    targets = _pieces(decoder.spec, decoder.shards)
+    elsewhere = _pieces(decoder.spec, decoder_shards(decoder.spec)).keys() - targets.keys()
     for name, tensor in tensors:
         pieces = targets.pop(name, [])
         if not pieces:
@@ -440,54 +422,116 @@ def save_decoder(
     With ``score`` [1, D] it is a reward model (...ForSequenceClassification with one label); transformers then needs
     ``pad_token_id`` to find the last token of padded rows.
 
+    Of a decoder that holds a part, all ranks of its tp and pp lines call this: every stage writes its own files, and no
+    rank has more than one tensor whole at a time. ``score`` is that of the last stage.
+
     ``copy_from``: the folder that the model came from; tokenizer, chat template, generation settings and the other keys of
-    config.json are taken over. Above ``shard_bytes`` the weights are several files and an index.
-    The folder appears complete or not at all. Raises ModelError: ``folder`` is there already or can't be written;
-    ResourceError: the disk is full; ContractError: the decoder holds only a part of the model.
+    config.json are taken over. Files have up to ``shard_bytes``; of several there is an index. The folder appears complete
+    or not at all. Raises ModelError: ``folder`` is there already or can't be written; ResourceError: the disk is full;
+    ContractError: the decoder holds only a part of the model, and not with the others.
     """
-    if decoder.shards != decoder_shards(decoder.spec):
-        raise ContractError(f"{folder}: the decoder holds {decoder.part} of the model; let its learner export it")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ModelError(f"{folder}: exists already; choose another folder or remove it")
-    config, weights = _merged_config(decoder, copy_from), [*hf_state(decoder)]
-    if score is not None:
-        config |= {"architectures": [_ARCHITECTURES[decoder.spec.family].replace("CausalLM", "SequenceClassification")]}
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": pad_token_id}
-        weights.append((SCORE, score.detach()))
-    shards = _shards(weights, shard_bytes)
-    size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    part, files = decoder.part, _files(decoder, score, shard_bytes)
+    size = sum(math.prod(shard.shape) for shard in decoder_shards(decoder.spec).values()) * decoder.anchor.itemsize
+    if part.pp.index or part.tp.index:
+        with _explained(folder.parent, size):
+            _write_files(folder.with_name(hidden_name(folder)), decoder, files, size)
+        return
     with disk_space(folder.parent, size), appearing(folder) as partial:
+        classifier = _write_files(partial, decoder, files, size)
+        config = _merged_config(decoder, copy_from) | (_classifier(decoder.spec, pad_token_id) if classifier else {})
         _write_json(partial / "config.json", config)
-        _write_shards(partial, shards)
         for name in _COMPANIONS:
             if copy_from is not None and (copy_from / name).is_file():
                 shutil.copyfile(copy_from / name, partial / name)
 
 
-def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """The weights in files of at most ``shard_bytes``, or of one tensor."""
-    shards: list[dict[str, Tensor]] = [{}]
+def _classifier(spec: DecoderSpec, pad_token_id: int | None) -> dict[str, Any]:
+    architecture = _ARCHITECTURES[spec.family].replace("CausalLM", "SequenceClassification")
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [architecture], **labels, "pad_token_id": pad_token_id}
+
+
+Row = list[Piece]
+"""What the ranks of a tensor-parallel line hold of one tensor."""
+
+
+def _files(decoder: Decoder, score: Tensor | None, shard_bytes: int) -> list[dict[str, tuple[Kind, Row | Tensor]]]:
+    """The tensors that this stage writes, by file."""
+    spec, part, dtype = decoder.spec, decoder.part, decoder.anchor.dtype
+    places = (replace(part, tp=Line(part.tp.size, index)) for index in range(part.tp.size))
+    tables = [_pieces(spec, part_shards(spec, place)) for place in places]
+    found: dict[str, tuple[Kind, Row | Tensor]] = {}
+    if score is not None:
+        found[SCORE] = kind_of(score), score
+    for name in tables[0]:
+        row = [piece for table in tables for piece in table[name]]
+        if any(piece.owned for piece in row):
+            found[name] = Kind(dtype, row[0].shape), row
+    files: list[dict[str, tuple[Kind, Row | Tensor]]] = [{}]
     room = shard_bytes
-    for name, tensor in weights:
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
+    for name, entry in sorted(found.items(), key=lambda item: -item[1][0].dtype.itemsize):
+        if entry[0].num_bytes > room and files[-1]:
+            files.append({})
             room = shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    return shards
+        files[-1][name] = entry
+        room -= entry[0].num_bytes
+    return files
 
 
-def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
+def _write_files(folder: Path, decoder: Decoder, files: list[dict[str, tuple[Kind, Row | Tensor]]], size: int) -> bool:
+    """Write what this stage holds to a folder that the first one has made, or help its first rank to do so; whether a stage
+    has a head of scores. The first stage waits for the others, and adds the index. ``size``: of all weights of the decoder.
+    """
+    part = decoder.part
+    told = [entry for file in files for entry in file.items()]
+    score = sum(kind.num_bytes for name, (kind, _) in told if name == SCORE)
+    stages = _of_stages(decoder, [len(files), score, sum(kind.num_bytes for _, (kind, _) in told)])
+    counts, scores, sizes = zip(*stages, strict=True)
+    if sum(sizes) - sum(scores) != size:
+        raise ContractError(f"{folder}: the decoder holds {part} of the model; let its learner export it")
+    total = sum(counts)
+    names = [f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)]
+    names = names if total > 1 else ["model.safetensors"]
+    own = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    for name, file in zip(names[sum(counts[: part.pp.index]) :], files, strict=False):
+        tensors = (what if isinstance(what, Tensor) else _joined(part.tp, what, own) for _, what in file.values())
+        if part.tp.index == 0:
+            write_tensors(folder / name, {tensor: kind for tensor, (kind, _) in file.items()}, tensors)
+        else:
+            deque(tensors, maxlen=0)
+    if part.tp.index == 0:
+        _of_stages(decoder, [0])
+        if part.pp.index == 0 and total > 1:
+            _write_index(folder, names, sum(sizes))
+    return any(scores)
+
+
+def _of_stages(decoder: Decoder, numbers: list[int]) -> list[list[int]]:
+    """What each stage says of itself, when all of them have."""
+    pp, told = decoder.part.pp, torch.tensor([numbers], dtype=torch.int64, device=decoder.anchor.device)
+    found: list[list[int]] = pp.all_gather(told, [1] * pp.size).tolist()
+    return found
+
+
+def _joined(tp: Line, row: Row, own: Mapping[str, Tensor]) -> Tensor:
+    """The whole tensor, of what the ranks of a line own of it one behind the other."""
+    piece = row[tp.index]
+    x, dim = piece.of(own[piece.parameter]), piece.dim
+    if piece.local_shape == piece.shape:
+        return x
+    mine = x if piece.owned else x.narrow(dim, 0, 0)
+    sizes = [len(held.cut) if held.owned else 0 for held in row]
+    return tp.all_gather(mine.transpose(0, dim).contiguous(), sizes).transpose(0, dim)
+
+
+def _write_index(folder: Path, names: list[str], size: int) -> None:
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        contiguous = {name: tensor.contiguous() for name, tensor in shard.items()}
-        save_file(contiguous, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # safetensors writes files that only the owner reads
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        size = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
+    for name in names:
+        with safe_open(folder / name, framework="pt") as file:
+            weight_map |= dict.fromkeys(file.keys(), name)
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -497,17 +541,22 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 @contextmanager
 def disk_space(folder: Path, num_bytes: int) -> Iterator[None]:
     """Make ``folder``, and turn a disk too small for ``num_bytes``, or any error of writing, into one line."""
-    needed = (
-        f"{folder}: the disk is full, {math.ceil(num_bytes / 2**20)} MiB are needed; free space or choose another folder"
-    )
-    try:
+    with _explained(folder, num_bytes):
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free < num_bytes:
-            raise ResourceError(needed)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+
+
+@contextmanager
+def _explained(folder: Path, num_bytes: int) -> Iterator[None]:
+    """An error of writing as one line."""
+    try:
         yield
     except (OSError, SafetensorError) as error:
         if _disk_full(error):
-            raise ResourceError(needed) from error
+            needed = f"{math.ceil(num_bytes / 2**20)} MiB are needed"
+            raise ResourceError(f"{folder}: the disk is full, {needed}; free space or choose another folder") from error
         raise ModelError(f"{folder}: can't be written ({error}); choose another folder") from error
 
 

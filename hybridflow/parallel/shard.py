@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Shard", "cuts", "deal_heads", "lengths"]
+from torch import Tensor
+
+__all__ = ["Piece", "Shard", "cuts", "deal_heads", "lengths"]
 
 
 def cuts(n: int, parts: int) -> list[range]:
@@ -65,3 +67,34 @@ class Shard:
         for cut in self.ranges:
             ends.append(ends[-1] + len(cut))
         return [(cut, range(a, b), own) for cut, (a, b), own in zip(self.ranges, pairwise(ends), self.owned, strict=True)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a tensor as everyone else knows it: by its own name, where ours may be one of several that are
+    fused to a ``parameter``, in natural order.
+
+    ``cut`` of the tensor of ``shape`` along ``dim`` lies at ``place`` of the rank's slice of the parameter.
+    """
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    dim: int
+    cut: range
+    place: range
+    owned: bool
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...], owned: bool) -> Piece:
+        """All of a parameter."""
+        rows = range(shape[0] if shape else 1)
+        return Piece(name, name, shape, 0, rows, rows, owned)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(len(self.cut) if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """A view of it in the rank's slice of the parameter."""
+        return parameter.narrow(self.dim, self.place.start, len(self.place)) if self.shape else parameter

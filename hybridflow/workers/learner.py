@@ -17,24 +17,27 @@ the sums behind ``effective_samples``, and at the end in those of the columns th
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.controller.protocols import THREE_D, THREE_D_PP_ONLY, VIEW, deal
+from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.core.errors import NonFiniteError, UserError
+from hybridflow.core.errors import CheckpointError, NonFiniteError, UserError
 from hybridflow.core.fields import FIELDS
+from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
+from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
@@ -108,6 +111,7 @@ class Learner(Shelved):
             self.optimizer: Optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
         else:
             self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
+        self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()))
         self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
 
@@ -262,17 +266,11 @@ class Learner(Shelved):
 
     @control
     def export(self, save: Callable[[Any], None]) -> int:
-        """Call ``save`` with the whole main network, on rank 0 alone, which joins the parts if there are any; the version
-        that it got. Whoever calls this waits until it is done: ``save`` may read what the caller then removes."""
-        if self.cut is None:
-            if self.context.rank == 0:
-                save(self.model)
-        elif self.lines.dp_cp.index == 0:
-            parts = gathered(self.lines.pp, self._full(tensors(self.networks, self.main)))
-            if self.context.rank == 0:
-                whole = dict(self._recipe.build())[self.main]
-                whole.load_state_dict({name.partition("/")[2]: x for part in parts for name, x in part.items()})
-                save(whole)
+        """Call ``save`` with the main network on rank 0; of a cut one, with what each rank of the first copy holds, and
+        they write it together. Returns its version. Whoever calls this waits until it is done: ``save`` may read what the
+        caller then removes."""
+        if self.context.rank == 0 if self.lines.whole else self.lines.dp_cp.index == 0:
+            save(self.model)
         return self.version
 
     @control
@@ -289,43 +287,35 @@ class Learner(Shelved):
         full = self.cut.full({name.partition("/")[2]: tensor for name, tensor in named.items()})
         return {f"{self.main}/{name}": tensor for name, tensor in full.items()}
 
-    @control(THREE_D_PP_ONLY)
-    def state_dict(self) -> list[dict[str, Any]]:
-        """One entry for each pipeline stage: full tensors by name, so that any other mesh can go on from them."""
-        if self.cut is None:
-            networks = {name: network.state_dict() for name, network in self.networks.items()}
-        else:
-            networks = {self.main: self.cut.full(self.model.state_dict())}
-        return [{"version": self.version, "networks": networks, "optimizer": self.optimizer.state_dict()}]
+    @control
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Begin to write this rank's part of weights and optimizer to ``folder``; how far they are. All is copied before
+        this returns, so updates can go on. See ``saved``."""
+        pieces = kept(self.networks, self.main, self.optimizer, self.lines)
+        self._writer.start(folder / f"{self.context.rank}.safetensors", pieces)
+        return {"version": self.version, "optimizer_steps": self.optimizer.steps}
+
+    @control(ONE_TO_ALL)
+    def saved(self, wait: bool) -> list[list[Written] | None]:
+        """Of every rank the files that it has written, None if it isn't done. An error of writing is raised here."""
+        return [self._writer.done(wait)]
 
     @control
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the state of all stages, of whatever mesh."""
-        self.version = state[0]["version"]
-        for name, network in self.networks.items():
-            saved = {key: tensor for stage in state for key, tensor in stage["networks"][name].items()}
-            if self.cut is not None:
-                saved = {key: self.cut.take(key, saved[key]) for key in network.state_dict()}
-            network.load_state_dict(saved)
-        self.optimizer.load_state_dict(merged([stage["optimizer"] for stage in state]))
+    def sees(self, file: Path) -> None:
+        """CheckpointError if a file of the driver isn't there for this rank."""
+        if not file.is_file():
+            where = f"rank {self.context.rank}, on {socket.gethostname()}"
+            raise CheckpointError(f"{file.parent}: {where}, doesn't see it; use a run_dir that all machines share")
 
-
-def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of an optimizer whose parameters are spread over pipeline stages."""
-    first = states[0]
-    return {
-        key: {name: x for state in states for name, x in state[key].items()} if isinstance(first[key], dict) else first[key]
-        for key in first
-    }
-
-
-def gathered(pp: Line, part: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The dicts of all stages, on the first one."""
-    if pp.size == 1:
-        return [part]
-    parts: list[Any] | None = [None] * pp.size if pp.index == 0 else None
-    dist.gather_object(part, parts, group=pp.group, group_dst=0)
-    return parts or []
+    @control
+    def load(self, folder: Path, state: Mapping[str, Any], files: Sequence[Written]) -> None:
+        """Go on from ``save``, on whatever mesh. ``files``: those in ``folder``, whose content the ranks check together.
+        CheckpointError: one is missing, damaged, or of another model."""
+        for file in files[self.context.rank :: self.context.mesh.size]:
+            check_file(folder.parent, file)
+        self.version = state["version"]
+        with PieceReader(folder) as reader:
+            restore(reader, self.networks, self.main, self.optimizer, state["optimizer_steps"])
 
 
 def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from hybridflow.core.roles import MemoryPart
 
 __all__ = ["Shelf", "Shelved"]
 
-USE_OPTIMIZER = ("update", "state_dict", "load_state_dict")
+USE_OPTIMIZER = ("update", "save", "load")
 
 
 class Shelf:

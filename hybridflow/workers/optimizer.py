@@ -59,7 +59,10 @@ class Optimizer:
 
     Weights that are not fp32 get an fp32 master copy: gradients of all microbatches add up there, AdamW moves it, and the
     weight is its rounding. fp32 weights are their own masters. ``cut``: what the module's parameters are parts of.
+    ``sharded``: whether each rank of a data-parallel line keeps but a share.
     """
+
+    sharded = False
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None = None) -> None:
         self.config, self.total_steps, self.steps, self.cut = config, total_steps, 0, cut
@@ -169,38 +172,35 @@ class Optimizer:
         for master in self.masters.values():
             yield from self.adamw.state.get(master, {}).values()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Step count, AdamW's moments and the masters that are not the weights themselves, all full, by parameter."""
-        state = {name: self.adamw.state[master] for name, master in self.masters.items() if master in self.adamw.state}
-        return self._saved(
-            self._copies(),
-            {name: kept["step"] for name, kept in state.items()},
-            {key: {name: kept[key] for name, kept in state.items()} for key in MOMENTS},
-        )
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(key, parameter, tensor) of all that is kept: AdamW's "step" [] and moments, and the "master" of a weight that
+        isn't fp32, each for this rank's slice of the parameter."""
+        copies = self._copies()
+        for name, master in self.masters.items():
+            kept = {**self.adamw.state.get(master, {}), **({"master": master} if name in copies else {})}
+            yield from ((key, name, tensor) for key, tensor in kept.items())
 
-    def _saved(
-        self, masters: dict[str, Tensor], counts: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]
-    ) -> dict[str, Any]:
-        """What is saved of states of this rank's parameters."""
-        if self.cut is not None:
-            masters, moments = self.cut.full(masters), {key: self.cut.full(kept) for key, kept in moments.items()}
-        return {"steps": self.steps, "masters": masters, "counts": counts, **moments}
+    @torch.no_grad()
+    def load(self, steps: int, read: Callable[[str, str], Tensor | None]) -> None:
+        """Go on after ``steps`` steps from ``states``, of whatever mesh; the weights must have been loaded before.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; the weights themselves must have been loaded before. Entries of other stages' parameters are left."""
-        self.steps = state["steps"]
+        ``read(key, parameter)``: this rank's slice, None if nothing was kept; "weight" is the weight as it was saved.
+        """
+        self.steps = steps
         self.adamw.state.clear()
         for name, master in self.masters.items():
-            if name in state[MOMENTS[0]]:
-                kept = {key: self._own(name, state[key][name]).to(master, copy=True) for key in MOMENTS}
-                self.adamw.state[master] = {"step": state["counts"][name].clone(), **kept}
-            if name in state["masters"]:
-                with torch.no_grad():
-                    master.copy_(self._own(name, state["masters"][name]))
+            if (step := read("step", name)) is not None:
+                moments = {key: self._kept(name, read(key, name)) for key in MOMENTS}
+                self.adamw.state[master] = {"step": step.to(master.device), **moments}
+            saved = read("master", name)
+            if saved is not None or name in self._copies():
+                master.copy_(self._kept(name, read("weight", name) if saved is None else saved))
         self._round()
 
-    def _own(self, name: str, full: Tensor) -> Tensor:
-        return full if self.cut is None else self.cut.take(name, full)
+    def _kept(self, name: str, tensor: Tensor | None) -> Tensor:
+        """What this rank keeps of a slice, on its device."""
+        assert tensor is not None, "what is kept of a parameter is kept together"
+        return tensor.to(self.masters[name].device, torch.float32)
 
 
 def training_bytes(module: nn.Module) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import forward_only, one_f_one_b
 from hybridflow.parallel.shard import Shard
-from hybridflow.parallel.tensor import take
 
 __all__ = ["WHOLE", "Cut", "Lines", "run_microbatches"]
 
@@ -97,7 +96,7 @@ def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: b
 
 
 class Cut:
-    """What this rank holds of a network's parameters: makes slices of full tensors, and full tensors of slices."""
+    """What this rank holds of a network's parameters: makes full tensors of slices."""
 
     def __init__(self, network: nn.Module, lines: Lines) -> None:
         self.lines, self.shards = lines, network_shards(network)
@@ -110,10 +109,6 @@ class Cut:
         decoder = {f"decoder.{name}": shard for name, shard in part_shards(self.decoder.spec, part).items()}
         others = {name: replace(s, owned=(index == 0,)) for name, s in self.shards.items() if name not in decoder}
         return {**decoder, **others}
-
-    def take(self, name: str, full: Tensor) -> Tensor:
-        """The slice of a full tensor, of the parameter ``name`` or of its optimizer."""
-        return take(full, self.shards[name])
 
     @torch.no_grad()
     def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

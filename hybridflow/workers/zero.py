@@ -14,7 +14,7 @@ each weight (12 with a master), and sends (size - 1)/size of the gradients and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hybridflow.parallel.shard import Shard, cuts
 from hybridflow.parallel.tensor import gradient_norm, in_order
-from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, sum_in_fp32
+from hybridflow.workers.optimizer import MOMENTS, Optimizer, OptimizerConfig, sum_in_fp32
 from hybridflow.workers.parts import Cut, Lines
 
 __all__ = ["ShardMode", "ShardedOptimizer", "sharded_bytes", "share_out"]
@@ -77,6 +77,8 @@ class ShardedOptimizer(Optimizer):
 
     ``masters`` are the pieces [n] of parameters that this rank owns: views of fp32 weights, and copies of others.
     """
+
+    sharded = True
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None, lines: Lines) -> None:
         self.lines, self._anchor = lines, next(module.parameters())
@@ -169,27 +171,30 @@ class ShardedOptimizer(Optimizer):
             for (name, x), part in zip(like.items(), parts, strict=True)
         }
 
-    def _saved(
-        self, masters: dict[str, Tensor], counts: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]
-    ) -> dict[str, Any]:
-        counts = self._all_counts(counts)
-        copied = [name for name, parameter in self.parameters.items() if parameter.dtype != torch.float32]
-        masters = self._cloned(masters, copied)
-        return super()._saved(masters, counts, {key: self._cloned(kept, counts) for key, kept in moments.items()})
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """As an ``Optimizer`` does, but each parameter on one rank alone: the first one that owns a piece of it. What has
+        several owners is joined, one tensor after another."""
+        mine: dict[str, dict[str, Tensor]] = {}
+        for key, name, tensor in super().states():
+            mine.setdefault(name, {})[key] = tensor
+        for name, parameter in self.parameters.items():
+            owners = [rank for rank, share in enumerate(self.shares) if name in share]
+            own, here = mine.get(name, {}), owners[0] == self.lines.dp_cp.index
+            if here and "step" in own:
+                yield "step", name, own["step"]
+            for key in (*MOMENTS, *(() if parameter.dtype == torch.float32 else ("master",))):
+                whole = own.get(key) if len(owners) == 1 else self._whole(name, own.get(key))
+                if here and key in own and whole is not None:
+                    yield key, name, in_order(whole.view(in_order(parameter, parameter).shape), parameter)
 
-    def _cloned(self, pieces: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """``_joined``, each in memory of its own, so that a file holds it once."""
-        return {name: full.clone() for name, full in self._joined(pieces, names, torch.float32).items()}
+    def _whole(self, name: str, piece: Tensor | None) -> Tensor:
+        """[n] all numbers of a parameter, of the pieces that several ranks own; zeros where there is none."""
+        sizes = [len(share.get(name, range(0))) for share in self.shares]
+        empty = self._anchor.new_zeros(sizes[self.lines.dp_cp.index], dtype=torch.float32)
+        return self.lines.dp_cp.all_gather(empty if piece is None else piece, sizes)
 
-    def _all_counts(self, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The steps of every parameter that has taken one, from those of this rank's share."""
-        own = torch.tensor([float(counts.get(name, 0)) for name in self.share], device=self._anchor.device)
-        row = self.lines.dp_cp.all_gather(own, [len(share) for share in self.shares])
-        names = [name for share in self.shares for name in share]
-        return {name: count.clone() for name, count in zip(names, row, strict=True) if count}
-
-    def _own(self, name: str, full: Tensor) -> Tensor:
-        return _piece(self._row(name, super()._own(name, full)), self.share[name])
+    def _kept(self, name: str, tensor: Tensor | None) -> Tensor:
+        return _piece(self._row(name, super()._kept(name, tensor)), self.share[name]).clone()
 
 
 def owned_of(shard: Shard, run: range) -> Shard:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import itertools
 import re
@@ -16,8 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from conftest import save
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.policy_gradient import PolicyGradient
@@ -111,13 +112,14 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[K
         made["actor"].learner.export(
             lambda policy: [p.add_(0.1 * torch.sin(torch.arange(p.numel())).view_as(p)) for p in policy.parameters()]
         )
-    start = {name: copy.deepcopy(learner.state_dict()) for name, learner in learners.items()}
+    start = {name: save(learner, folder / "saved" / name) for name, learner in learners.items()}
+    weights = {name: array.copy() for name, array in learners["actor"].weights().items()}
     source = parts.source(1)
 
     def train(keys: Keys) -> dict[str, float]:
         config = configured(keys)
         for name, learner in learners.items():
-            learner.load_state_dict(start[name])
+            learner.load(*start[name])
         scorers = made["scorers"] if config.needs_reference else made["scorers"][:1]
         own = {"scorers": scorers, "objective": make_objective(config)}
         algorithm = make_algorithm(config, {name: lambda part=part: part for name, part in {**made, **own}.items()})
@@ -125,8 +127,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[K
         algorithm.learn(algorithm.rollout(source))
         metrics = runtime.drain().metrics.values()
         algorithm.observe(metrics)
-        networks = learners["actor"].state_dict()[0]["networks"]["policy"]
-        moved = [(networks[name] - old).abs().max() for name, old in start["actor"][0]["networks"]["policy"].items()]
+        moved = [np.abs(array - weights[name]).max() for name, array in learners["actor"].weights().items()]
         return {**metrics, **algorithm.metrics(), "moved": float(max(moved))}
 
     yield train

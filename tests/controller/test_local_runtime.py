@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -105,11 +107,11 @@ def test_drain_gives_metrics_and_spans_once() -> None:
     assert runtime.drain().metrics.values() == {}
 
 
-def test_state_of_workers_by_role() -> None:
+def test_state_of_workers_by_role(tmp_path: Path) -> None:
     runtime = LocalRuntime()
     worker = runtime.role(Role("twice", Doubler))
-    runtime.load_state_dict({"twice": {"total": 4.0}})
-    assert runtime.state_dict() == {"twice": {"total": 4.0}}
+    runtime.load(tmp_path, {"twice": {"total": 4.0}}, {})
+    assert runtime.save(tmp_path) == {"twice": {"total": 4.0}} and runtime.saved(False) == {}
     assert worker.state_dict() == {"total": 4.0}
     with pytest.raises(ContractError, match="two roles are called 'twice'"):
         runtime.role(Role("twice", Doubler))

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -100,7 +101,7 @@ def test_a_users_mistake_in_a_single_process_leaves_the_others_alive() -> None:
             troubled.configure()
         assert told.value.problems == ("a.b: first", "c: second")
         assert maker.double(maker.make(IDS))["values"].lengths.tolist() == [0, 1, 2, 3]
-        assert runtime.state_dict()["p1"]["scale"] == 1.0
+        assert runtime.save(Path())["p1"]["scale"] == 1.0
 
 
 @pytest.mark.usefixtures("ray_cluster")

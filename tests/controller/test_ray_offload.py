@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_each_role_has_what_it_needs_and_others_make_room(runtime: RayRuntime) -
     names = [span.name for span in spans if span.name.endswith(".onload")]
     assert names == [f"{role}.onload" for role in ("judge", "critic", "critic", "actor", "sampler")]
 
-    assert set(runtime.state_dict()) == {"estimator", "actor", "critic", "judge", "sampler"}
+    assert set(runtime.save(Path())) == {"estimator", "actor", "critic", "judge", "sampler"}
     saved = ["actor takes back optimizer", *both, *(line.replace("puts away", "takes back") for line in goes), *goes]
     assert estimator.log() == saved, "one after another"
 

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,11 +219,11 @@ def test_two_roles_of_one_name_are_refused(pools: Pools) -> None:
 
 def test_state_is_saved_and_restored_on_every_rank(pools: Pools) -> None:
     pools.a.update(pools.a.make(ids(4)))
-    state = pools.runtime.state_dict()
+    state = pools.runtime.save(Path())
     assert {"a", "b", "one"} <= state.keys()
     assert state["a"]["scale"] == 3.0, "the scores of all ranks' rows"
     pools.a.update(pools.a.make(ids(8)))
-    pools.runtime.load_state_dict({**state, "a": {"scale": 5.0}})
+    pools.runtime.load(Path(), {**state, "a": {"scale": 5.0}}, {})
     assert [row.tolist() for row in pools.a.double(pools.a.make(ids(4)))["values"]] == [[], [10], [20, 20], [30, 30, 30]]
 
 

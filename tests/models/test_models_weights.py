@@ -349,7 +349,7 @@ def failing(error: Exception):
     ],
 )
 def test_a_save_that_fails_leaves_nothing(llama, tmp_path, monkeypatch, error, kind, told):
-    monkeypatch.setattr(weights, "save_file", failing(error))
+    monkeypatch.setattr(weights, "write_tensors", failing(error))
     with pytest.raises(kind, match=told):
         save_decoder(load_decoder(llama), tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
@@ -363,7 +363,7 @@ def test_a_disk_too_small_is_told_before_anything_is_written(llama, tmp_path, mo
 
 
 def test_an_interrupt_leaves_nothing(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_write_shards", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(weights, "_write_files", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         save_decoder(load_decoder(llama), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

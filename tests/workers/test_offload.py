@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import save
 from test_learner import LOSSES, SPEC, batch, decoder
 from test_replica import Tied, networks
 from test_text_sampler import prompts, sampler
@@ -84,7 +85,7 @@ def test_weights_that_others_read_stay_while_the_optimizer_goes() -> None:
     assert one.offload(keep=("weights",)) == held
     assert 0 not in sizes([*one.model.parameters()])
     one.compute_log_probs(batch())
-    assert one.offload() > 0 and one.onload("state_dict") > held
+    assert one.offload() > 0 and one.onload("save") > held
 
 
 def test_views_and_arrays_of_weights_leave_them_free_to_go() -> None:
@@ -101,16 +102,14 @@ def test_views_and_arrays_of_weights_leave_them_free_to_go() -> None:
     assert torch.equal(row, one.model.first.weight[1])
 
 
-def test_a_checkpoint_goes_on_after_a_trip() -> None:
+def test_a_checkpoint_goes_on_after_a_trip(tmp_path: Path) -> None:
     one, other = KINDS["bf16-masters"](), KINDS["bf16-masters"]()
     one.update(batch(), LOSSES[0])
-    with tempfile.TemporaryFile() as file:
-        torch.save(one.state_dict(), file)
-        file.seek(0)
-        one.offload()
-        other.offload()
-        other.onload("load_state_dict")
-        other.load_state_dict(torch.load(file))
+    saved = save(one, tmp_path / "run" / "actor")
+    one.offload()
+    other.offload()
+    other.onload("load")
+    other.load(*saved)
     one.onload("update")
     for learner_ in (one, other):
         learner_.update(batch(seed=3), LOSSES[0])

@@ -17,6 +17,7 @@ from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import WorkerContext
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import Line, ProcessMesh
+from hybridflow.parallel.tensor import take
 from hybridflow.workers.parts import WHOLE, Cut, Lines, run_microbatches
 
 SPEC = DecoderSpec("qwen2", 19, 16, 21, 4, 6, 3, 4, 64, qkv_bias=True)
@@ -47,7 +48,7 @@ def measured(mesh: Mesh, rank: int, lines: Lines) -> dict[str, Any]:
     cut, named = Cut(network, lines), dict(network.named_parameters())
     full = cut.full({name: p.detach() for name, p in named.items()})
     found["full"] = {name: x.clone() for name, x in full.items()}
-    found["taken"] = {name: torch.equal(cut.take(name, x), named[name]) for name, x in full.items()}
+    found["taken"] = {name: torch.equal(take(x, cut.shards[name]), named[name]) for name, x in full.items()}
     found["names"], found["no gradient"] = set(named), [name for name, x in gradients.items() if x is None]
     critic = critic_networks(SOURCE, lines)["value"]
     found["critic"] = set(dict(critic.named_parameters()))

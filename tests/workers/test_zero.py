@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import save, saved_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import TIMEOUT, in_processes
@@ -105,8 +106,8 @@ class Outcome(NamedTuple):
     traffic: dict[str, int]
     sizes: dict[str, int]
     held: int
-    saved: list[dict[str, Any]]
-    again: dict[str, list[dict[str, Any]]]
+    saved: dict[str, Tensor]
+    again: dict[str, dict[str, Tensor]]
 
 
 def in_order(dp: Line, x: Tensor) -> Tensor:
@@ -119,16 +120,25 @@ def context_of(mesh: Mesh, rank: int, lines: ProcessMesh) -> WorkerContext:
     return WorkerContext(mesh=mesh, rank=rank, reduce=partial(in_order, uncounted), lines=lines)
 
 
-def all_stages(lines: ProcessMesh, state: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As a checkpoint has them."""
-    if lines.pp.size == 1:
-        return state
-    stages: list[Any] = [None] * lines.pp.size
-    dist.all_gather_object(stages, state, group=lines.pp.group)
-    return [entry for stage in stages for entry in stage]
+def through_files(lines: ProcessMesh, one: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the ranks of a mesh save together: the driver's part, and all tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = one.save(folder / "actor")
+    one.saved(True)
+    for line in (lines.tp, lines.pp, lines.dp):  # wait for all ranks
+        line.all_reduce(torch.zeros(1))
+    return state, saved_tensors(folder / "actor")
 
 
-def outcome(case: Case, shard: ShardMode, mesh: Mesh, rank: int, lines: ProcessMesh, given: Path) -> Outcome:
+def states_of(optimizer: Optimizer, dp: Line) -> dict[str, Tensor]:
+    """Of all ranks of the line together."""
+    parts: list[Any] = [None] * dp.size
+    dist.all_gather_object(parts, {f"{k}/{n}": x.clone() for k, n, x in optimizer.states()}, group=dp.group)
+    assert not optimizer.sharded or sum(map(len, parts)) == len({name for part in parts for name in part})
+    return {name: part[name] for part in parts for name in part}
+
+
+def outcome(case: Case, shard: ShardMode, mesh: Mesh, rank: int, lines: ProcessMesh, given: Path, folder: Path) -> Outcome:
     one = case.learner(context_of(mesh, rank, lines), shard)
     case.update(one)
     if shard == "zero1":
@@ -137,14 +147,15 @@ def outcome(case: Case, shard: ShardMode, mesh: Mesh, rank: int, lines: ProcessM
     case.update(one)
     traffic, sizes = dict(lines.dp.traffic), {name: p.numel() for name, p in one.optimizer.parameters.items()}
     held = sum(tensor.untyped_storage().nbytes() for tensor in one.optimizer.tensors() if tensor.dim())
-    saved, again = [], {}
+    saved, again = {}, {}
     if not case.sgd:
-        saved = all_stages(lines, one.state_dict())
-        start = torch.load(given)
-        for name, state in (("own", saved), ("one process", start)):
+        state, saved = through_files(lines, one, folder / "own")
+        start = {"version": 1, "optimizer_steps": 2}
+        for name, path, told in (("own", folder / "own", state), ("one process", given, start)):
             other = case.learner(context_of(mesh, rank, lines), "none" if shard == "zero1" else "zero1")
-            other.load_state_dict(state)
-            again[name] = all_stages(lines, other.state_dict())
+            other.load(path / "actor", told, ())
+            told_again, again[name] = through_files(lines, other, folder / f"again {name}")
+            assert told_again == told
     parameters = {name: p.detach().clone() for name, p in one.model.named_parameters()}
     return Outcome(one.context.metrics, parameters, traffic, sizes, held, saved, again)
 
@@ -158,7 +169,8 @@ def everything(folder: Path, rank: int) -> dict[tuple[str, str, str], Any]:
             continue
         for case in CASES:
             for mode in MODES:
-                results[name, case, mode] = outcome(CASES[case], mode, mesh, rank, lines, folder / f"{case}.pt")
+                own = folder / f"{name} {case} {mode}"
+                results[name, case, mode] = outcome(CASES[case], mode, mesh, rank, lines, folder / case, own)
         if mesh.tp == mesh.pp == 1:
             results[name, "tiny", ""] = tiny(lines)
             results[name, "without", ""] = without_gradients(lines)
@@ -180,7 +192,7 @@ def tiny(lines: ProcessMesh) -> dict[str, Any]:
             optimizer.clip()
             optimizer.step()
     weights = {mode: [p.detach() for p in module.parameters()] for mode, module in modules.items()}
-    return {"weights": weights, "states": {mode: optimizer.state_dict() for mode, optimizer in optimizers.items()}}
+    return {"weights": weights, "states": {mode: states_of(optimizer, lines.dp) for mode, optimizer in optimizers.items()}}
 
 
 def make(module: nn.Module, lines: ProcessMesh, mode: ShardMode, cut: None = None) -> Optimizer:
@@ -209,7 +221,7 @@ def without_gradients(lines: ProcessMesh) -> dict[str, Any]:
         optimizer.step()
         parameters = dict(module.named_parameters())
         still = [name for name, p in before.items() if torch.equal(p, parameters[name])]
-        out[mode] = {"norm": norm, "parameters": parameters, "still": still, "state": optimizer.state_dict()}
+        out[mode] = {"norm": norm, "parameters": parameters, "still": still, "state": states_of(optimizer, lines.dp)}
     return out
 
 
@@ -219,7 +231,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     for name in ADAMW:
         learners[name] = CASES[name].learner(WorkerContext(), "zero1")
         CASES[name].update(learners[name])
-        torch.save(learners[name].state_dict(), folder / f"{name}.pt")
+        assert save(learners[name], folder / name / "actor").state == {"version": 1, "optimizer_steps": 2}
     return folder, learners
 
 
@@ -339,17 +351,14 @@ def test_bytes_sent_follow_the_formula(results: Results, mesh: str, case: str) -
 def test_checkpoints_go_from_one_mode_to_the_other_and_back_bit_for_bit(
     results: Results, one_process: tuple[Path, dict[str, Learner]], mesh: str, case: str
 ) -> None:
-    start = torch.load(one_process[0] / f"{case}.pt")
+    start = saved_tensors(one_process[0] / case / "actor")
     for rank in range(MESHES[mesh].size):
         for mode in MODES:
             done: Outcome = results[rank][mesh, case, mode]
             assert_equal(done.saved, done.again["own"])
-            states = done.again["one process"]
-            assert {state["version"] for state in states} == {1}
-            for key in (*MOMENTS, "masters", "counts"):
-                merged = {name: x for state in states for name, x in state["optimizer"][key].items()}
-                assert_equal(start[0]["optimizer"][key], merged, key)
-    assert bool(start[0]["optimizer"]["masters"]) == (CASES[case].dtype == torch.bfloat16)
+            assert_equal(start, done.again["one process"])
+    keys = {name.partition("/")[0] for name in start if "/" in name}
+    assert keys == {"step", *MOMENTS, *(["master"] if CASES[case].dtype == torch.bfloat16 else [])}
 
 
 @each_dp
@@ -369,7 +378,8 @@ def test_what_no_rank_has_a_gradient_for_stays(results: Results, mesh: str) -> N
         assert found["zero1"]["norm"] == pytest.approx(found["none"]["norm"], rel=1e-6)
         for key in ("parameters", "state"):
             assert_equal(found["none"][key], found["zero1"][key])
-        counts = {name: float(count) for name, count in found["zero1"]["state"]["counts"].items()}
+        steps = {name: x for name, x in found["zero1"]["state"].items() if name.startswith("step/")}
+        counts = {name.removeprefix("step/"): float(count) for name, count in steps.items()}
         assert counts == {f"{i}.{kind}": 1.0 if i == 1 else 2.0 for i in range(3) for kind in ("weight", "bias")}
 
 
