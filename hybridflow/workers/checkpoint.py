@@ -176,7 +176,8 @@ class PieceReader:
         return self.read(name, Piece(name, name, first.shape, first.dim or 0, rows, rows, True))
 
     def read(self, name: str, piece: Piece) -> Tensor:
-        """What ``piece`` says of tensor ``name``. CheckpointError: it isn't there, not all of it, or of another shape."""
+        """What ``piece`` says of tensor ``name``, in memory of its own. CheckpointError: it isn't there, not all of it, or of
+        another shape."""
         places = self._places.get(name, [])
         if not places:
             raise CheckpointError(f"{self.folder}: {name} is missing; resume with the model that the run was started with")
@@ -185,7 +186,7 @@ class PieceReader:
             raise CheckpointError(f"{self.folder}: {name} {found}; resume with the model that the run was started with")
         if not piece.shape:
             scalar: Tensor = places[0].file.get_tensor(name)
-            return scalar
+            return scalar.clone()
         dim, (at, end), parts = piece.dim, (piece.cut.start, piece.cut.stop), list[Tensor]()
         for place in sorted(places, key=lambda place: place.along(dim).start):
             there = place.along(dim)
@@ -195,7 +196,7 @@ class PieceReader:
                 at = min(there.stop, end)
         if at < end:
             raise CheckpointError(f"{self.folder}: row {at} of {name} is in none of the files")
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return torch.cat(parts, dim)
 
 
 def _place(file: Any, name: str, cut: tuple[int, int, int] | None) -> _Place:

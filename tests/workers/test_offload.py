@@ -110,6 +110,7 @@ def test_a_checkpoint_goes_on_after_a_trip(tmp_path: Path) -> None:
     other.offload()
     other.onload("load")
     other.load(*saved)
+    assert other.offload() > 0 and other.onload("update") > 0, "nothing of it is memory of the file"
     one.onload("update")
     for learner_ in (one, other):
         learner_.update(batch(seed=3), LOSSES[0])
