@@ -265,7 +265,7 @@ def through_files(one: Learner, folder: Path) -> tuple[Saved, dict[str, Tensor]]
     """What the ranks of a mesh save together, and its tensors."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     state, files = one.save(folder), one.saved(True)
-    for line in (one.lines.tp, one.lines.pp, one.lines.dp):  # wait for all ranks
+    for line in (one.lines.tp, one.lines.pp, one.lines.dp_cp):  # wait for all ranks
         line.all_reduce(torch.zeros(1))
     return Saved(folder, state, files[0] or []), saved_tensors(folder)
 

@@ -57,8 +57,8 @@ class Part:
 
     The ``first`` pipeline stage has the embedding, the ``last`` the final norm and, if ``head``, the head's matrix. A head
     that is tied to an embedding on another stage is a copy of it, see ``sum_tied``. With ``sequence_parallel`` the ranks
-    of ``tp`` cut the tokens among them where they would all do the same with them. ``pp``: the stages. ``cp``: the ranks that have the other
-    tokens of its sequences; the decoder itself knows its own tokens alone.
+    of ``tp`` cut the tokens among them where they would all do the same with them. ``pp``: its stages. ``cp``: the
+    ranks that have the other tokens of its sequences; the decoder itself knows its own tokens alone.
 
     With ``pieces`` k each slice is stored as k smaller ones, those of ranks index k to (index + 1) k - 1 of a line of
     tp.size k: what they hold while training, see ``models.layout``.

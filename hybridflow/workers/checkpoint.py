@@ -176,8 +176,8 @@ class PieceReader:
         return self.read(name, Piece(name, name, first.shape, first.dim or 0, rows, rows, True))
 
     def read(self, name: str, piece: Piece) -> Tensor:
-        """What ``piece`` says of tensor ``name``, in memory of its own. CheckpointError: it isn't there, or not all of it, or
-        it is of another shape."""
+        """What ``piece`` says of tensor ``name``, in memory of its own. CheckpointError: it isn't there, not all of it, or
+        of another shape."""
         places = self._places.get(name, [])
         if not places:
             raise CheckpointError(f"{self.folder}: {name} is missing; resume with the model that the run was started with")

@@ -51,7 +51,8 @@ def specs() -> st.SearchStrategy[DecoderSpec]:
 def trained(kind: str, source: DecoderSource, mesh: Mesh, rank: int) -> tuple[Any, Optimizer, Lines]:
     """What a rank has after a step: states that are made of its weights."""
     d, p, t = mesh.coordinates(rank)
-    lines = Lines(dp=Line(mesh.dp, d), tp=Line(mesh.tp, t), pp=Line(mesh.pp, p))
+    copy = Line(mesh.dp * mesh.cp, d * mesh.cp + mesh.context(rank))
+    lines = Lines(tp=Line(mesh.tp, t), pp=Line(mesh.pp, p), dp_cp=copy)
     networks = KINDS[kind](source, lines)
     network = networks[kind]
     optimizer = Optimizer(network, OptimizerConfig(), 10, None if lines.whole else Cut(network, lines))
@@ -71,7 +72,7 @@ def write(kind: str, source: DecoderSource, mesh: Mesh, folder: Path) -> None:
         writer.done(True)
 
 
-meshes = st.builds(Mesh, dp=st.integers(1, 3), tp=st.integers(1, 4), pp=st.integers(1, 3))
+meshes = st.builds(Mesh, dp=st.integers(1, 3), tp=st.integers(1, 4), pp=st.integers(1, 3), cp=st.integers(1, 2))
 
 
 @settings(max_examples=20, deadline=None)

@@ -125,7 +125,7 @@ def through_files(lines: ProcessMesh, one: Learner, folder: Path) -> tuple[dict[
     folder.mkdir(parents=True, exist_ok=True)
     state = one.save(folder / "actor")
     one.saved(True)
-    for line in (lines.tp, lines.pp, lines.dp):  # wait for all ranks
+    for line in (lines.tp, lines.pp, lines.dp_cp):  # wait for all ranks
         line.all_reduce(torch.zeros(1))
     return state, saved_tensors(folder / "actor")
 
