@@ -14,7 +14,7 @@ move the same weights by the same sends and receives (``reshard.execute.exchange
     full_tensor   ``DTensor.full_tensor`` of every weight, cut before the next one
 Wall seconds of the slowest rank, CPU-seconds of all of them; bytes received as counted against the plan's; how far the
 resident memory of the fullest rank grew at its peak, with its training slices, against the plan's peak. vanilla and
-gather_all hold the gathered model and then, beside it, the slice that is cut out of it, which the plan's peak leaves out.
+gather_all hold the gathered model beside the training slices, which the plan's peak, as the paper's, counts as one.
 
 ``sweep``: train 1-8-1, generate on t_g = 8, 4, 2, 1: hybridflow alone.
 """
@@ -111,9 +111,9 @@ class Rank:
         own = self.own(plan) if self.rank in plan.training else land
         for moves in self._buckets(plan, bucket, sizes):
             received += exchange(moves, self.rank, own, land, torch.float32)[1]
-            for name, flat in whole.items():
+            for name in [*whole]:
+                flat = whole.pop(name)
                 kept[name] = torch.cat([flat[run.start : run.stop] for run in wanted[name].runs])
-            whole.clear()
         return received
 
     def _buckets(self, plan: Plan, size: int, sizes: dict[str, int]) -> Iterator[list[Move]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import prod
@@ -184,7 +184,7 @@ class Plan:
         for part in self._parts:
             found = [
                 Move(move[0], target, template, *move[1:])
-                for template, target, spans in self._fills(part)
+                for template, target, spans, _ in self._fills(part)
                 for move in _merged(self._chosen(spans, target))
                 if rank is None or rank in (target, move[0])
             ]
@@ -196,20 +196,20 @@ class Plan:
                 for source, target, template, there, here, numbers in found:
                     yield Move(source, target, before + template[len("layers.0.") :], there, here, numbers)
 
-    def _fills(self, part: _Part) -> Iterator[tuple[str, int, list[_Span]]]:
-        """(parameter in layer 0, rank, what lands there), parameter by parameter."""
+    def _fills(self, part: _Part) -> Iterator[tuple[str, int, list[_Span], bool]]:
+        """(parameter in layer 0, rank, what lands there, whether that is new), parameter by parameter."""
         owners = {
             block: [(rank, part.training[rank]) for rank in block if rank in part.training]
             for block in {self.blocks[rank] for rank in part.landing}
         }
         for name in next(iter(part.landing.values())):
-            made: dict[tuple[Runs, range], list[_Span]] = {}
+            made: dict[tuple[Place, range], list[_Span]] = {}
             for rank, slices in part.landing.items():
-                key = slices[name].runs, self.blocks[rank]
-                if key not in made:
+                key = self.landing[rank], self.blocks[rank]
+                if new := key not in made:
                     have = [(owner, theirs[name].runs) for owner, theirs in owners[key[1]]]
-                    made[key] = _spans(key[0], have, self._copies[name])
-                yield name, rank, made[key]
+                    made[key] = _spans(slices[name].runs, have, self._copies[name])
+                yield name, rank, made[key], new
 
     @cached_property
     def _copies(self) -> dict[str, range]:
@@ -228,17 +228,31 @@ class Plan:
     @cached_property
     def links(self) -> dict[tuple[int, int], Size]:
         """Bytes by (source, target), those that stay on a rank included."""
-        found: dict[bool, Counter[tuple[int, int]]] = {False: Counter(), True: Counter()}
+        found = Counter[tuple[int, int, bool]]()
+        alike: dict[tuple[Place, range], Counter[tuple[int, bool]]] = {}  # what only one rank has, by what lands where
         for part in self._parts:
-            for _, target, spans in self._fills(part):
-                for (source, _, _, numbers), span in zip(self._chosen(spans, target), spans, strict=True):
-                    found[span.replicated][source, target] += numbers * len(part.section.layers)
-        keys = sorted(found[False].keys() | found[True].keys())
-        return {key: Size(found[False][key], found[True][key]) * self.itemsizes[1] for key in keys}
+            layers = len(part.section.layers)
+            for _, target, spans, new in self._fills(part):
+                if new:
+                    same = alike.setdefault((self.landing[target], self.blocks[target]), Counter())
+                    for span in spans:
+                        if len(span.options) == 1:
+                            same[span.options[0][0], span.replicated] += span.numbers * layers
+                several = [span for span in spans if len(span.options) > 1]
+                for (source, _, _, numbers), span in zip(self._chosen(several, target), several, strict=True):
+                    found[source, target, span.replicated] += numbers * layers
+        for target, place in self.landing.items():
+            for (source, double), numbers in alike[place, self.blocks[target]].items():
+                found[source, target, double] += numbers
+        keys = sorted({(source, target) for source, target, _ in found})
+        return {key: Size(found[*key, False], found[*key, True]) * self.itemsizes[1] for key in keys}
 
     @cached_property
     def accounts(self) -> list[Account]:
         """Of every rank, in order."""
+        if self.strategy in ("hybridflow", "vanilla") and self.mesh.dp > 1:  # data-parallel blocks are alike
+            block = make_plan(self.spec, replace(self.mesh, dp=1), self.strategy, itemsizes=self.itemsizes).accounts
+            return [replace(one, rank=one.rank + d * len(block)) for d in range(self.mesh.dp) for one in block]
         sent, received, own = (dict.fromkeys(self.ranks, NOTHING) for _ in range(3))
         for (source, target), size in self.links.items():
             if source == target:
