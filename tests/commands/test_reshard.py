@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def test_the_worked_example(hybridflow: Program) -> None:
         "6.74 GB",
         "1",
     ]
+
+
+def test_the_page_shows_what_its_commands_print(hybridflow: Program) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hybrid_engine.md").read_text()
+    shown = re.findall(r"```console\n\$ (hybridflow reshard .*?)\n```.*?```\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for command, printed in shown:
+        out = hybridflow(*command.split()[1:]).out.splitlines()
+        assert {line for line in printed.splitlines() if line != "..."} <= {*out}
 
 
 def test_the_vanilla_grouping_s_second_copies(hybridflow: Program) -> None:

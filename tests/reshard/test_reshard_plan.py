@@ -214,3 +214,11 @@ def test_70b_on_128_ranks_is_planned_in_a_second() -> None:
     assert moves and len(received) == 128
     expected = table2("hybridflow", plan.mesh)[0] * model_size(spec, 8, 8).cut * 2
     assert sum(account.received.cut for account in plan.accounts) == expected * 128
+
+
+def test_ranks_that_share_sequences_are_copies_of_the_model() -> None:
+    mesh = Mesh(dp=2, tp=4, cp=2, generation_tp=2)
+    plan = make_plan(EVEN, mesh)
+    check(plan)
+    check_places(plan)
+    assert plan.accounts == make_plan(EVEN, Mesh(dp=4, tp=4, generation_tp=2)).accounts
