@@ -1,6 +1,6 @@
 """The learner against transformers with torch's AdamW, and what meshes send, wait for and hold against formulas.
 
-    python benchmarks/parallel.py [--sections learner,traffic,bubble,memory,context] [--models 5M,20M]
+    python benchmarks/parallel.py [--sections learner,traffic,bubble,memory,peaks,recipe,context] [--models 5M,20M]
                                   [--dtypes float32,bfloat16] [--json]
 
 ``learner``: one optimizer step of PPO's clipped loss on the same weights, rows and numbers: CPU-seconds of one thread; the
@@ -21,7 +21,12 @@ on their TCP connections, where a mesh has one axis. "tiny" has 2 layers of 64.
 processes whose stages sleep, against (p - 1) / (chunks m + p - 1).
 
 ``memory``: bytes of weights, gradients and optimizer on the rank of a mesh that has most, counted after a step, against
-``hybridflow graph``; and how far the resident memory of one process grows by a step of a 20M model.
+``hybridflow graph``. ``peaks``: the most that a process takes in a step, by what torch allocates and by how far its
+resident memory grows from before the model, against what ``hybridflow plan`` says. 135M has the sizes of SmolLM2.
+
+``recipe``: the same optimizer step on 2 x 2 processes, dp 2 x tp 2, beside transformers' Llama parallelised as torchtitan
+does (parallelize_module, then fully_shard), on the same weights and rows in the same processes, taking turns: CPU-seconds
+of all four; losses and gradient norms are compared. Both take the same rows a microbatch and reduce gradients once a step.
 
 ``context``: bytes that are saved for the backward pass of one sequence of ``LONG`` tokens, on the rank that has most of
 them, against 1 / cp of one process; and CPU-seconds of a forward and backward pass, of all ranks together.
@@ -39,6 +44,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,13 +56,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.build_model import DecoderSource, actor_tokenizer, decoder_source, policy_networks, text_networks
+from hybridflow.build_plan import rank_need
 from hybridflow.build_trace import trace
 from hybridflow.commands.bench import RANDOM, random_spec
 from hybridflow.commands.bench import _peak as peak_flops
 from hybridflow.config import RunConfig, validate
 from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.graph import Call
 from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import WorkerContext
 from hybridflow.core.seeding import generator, torch_generator
@@ -71,6 +85,7 @@ from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import bubble, interleaved, split_layers
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.zero import ShardMode
 
 CLIP, LR, MAX_NORM, ROUNDS = 0.2, 1e-5, 1.0, 3
 AXES = ("copies", "tp", "pp", "cp")
@@ -107,6 +122,21 @@ HELD = (
     ("smollm2-135m", "float32", Mesh(tp=2)),
     ("smollm2-135m", "bfloat16", Mesh(pp=2)),
 )
+PEAKS = (
+    ("20M", "float32", Mesh(), {"budget": 4096}),
+    ("20M", "float32", Mesh(), {"budget": 512}),
+    ("20M", "float32", Mesh(), {"budget": 512, "checkpointing": True}),
+    ("20M", "bfloat16", Mesh(), {"budget": 512}),
+    ("135M", "float32", Mesh(), {"budget": 512}),
+    ("135M", "bfloat16", Mesh(), {"budget": 512}),
+    ("20M", "float32", Mesh(dp=2), {"budget": 512}),
+    ("20M", "float32", Mesh(dp=2), {"budget": 512, "shard": "zero1"}),
+    ("20M", "float32", Mesh(tp=2), {"budget": 512}),
+    ("20M", "float32", Mesh(pp=2), {"budget": 512}),
+)
+LLAMA = DecoderSpec("llama", 8192, 512, 1376, 6, 8, 2, 64, 2048, tied=False)
+RECIPE_ROWS, RECIPE_MICRO = 32, 8
+SIZES = {"135M": DecoderSpec("llama", 49152, 576, 1536, 30, 9, 3, 64, 2048)}
 Row = dict[str, Any]
 
 
@@ -286,7 +316,9 @@ def _process(rank: int, function: Callable[[int], Any], size: int, folder: str) 
     dist.destroy_process_group()
 
 
-def on_mesh(networks: Callable[[], Networks], mesh: Mesh, rank: int, groups: Any) -> Learner | None:
+def on_mesh(
+    networks: Callable[[], Networks], mesh: Mesh, rank: int, groups: Any, shard: ShardMode = "none", budget: int = 512
+) -> Learner | None:
     """The learner of this process, if it is in the mesh; all processes of the world call this."""
     lines = ProcessMesh(mesh, rank, TIMEOUT, groups)
     if rank >= mesh.size:
@@ -294,12 +326,12 @@ def on_mesh(networks: Callable[[], Networks], mesh: Mesh, rank: int, groups: Any
     reduce = lines.dp.all_reduce if mesh.dp > 1 else None
     context = WorkerContext(mesh=mesh, rank=rank, reduce=reduce, lines=lines)
     optimizer = OptimizerConfig(lr=LR, max_grad_norm=MAX_NORM)
-    plan = UpdatePlan(token_budget=512)
-    return Learner(context, networks=networks(), optimizer=optimizer, plan=plan, total_steps=100, seed=0)
+    plan = UpdatePlan(token_budget=budget)
+    return Learner(context, networks=networks(), optimizer=optimizer, plan=plan, total_steps=100, seed=0, shard=shard)
 
 
-def networks_of(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> Networks:
-    source = DecoderSource("random", spec, None, dtype, torch.device("cpu"), seed=0)
+def networks_of(spec: DecoderSpec, dtype: torch.dtype = torch.float32, checkpointing: bool = False) -> Networks:
+    source = DecoderSource("random", spec, None, dtype, torch.device("cpu"), 0, checkpointing)
     return text_networks(partial(policy_networks, source, 1.0), "policy", "random")
 
 
@@ -486,7 +518,6 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
             "ratio": sum(counted.values()) / sum(predicted.values()),
             "target": MEMORY_TARGET,
         }
-    yield {"section": "process", **in_processes(measure_process, 1)[0]}
 
 
 def configuration(model: str, dtype: str, mesh: Mesh) -> RunConfig:
@@ -541,14 +572,64 @@ def held_bytes(worker: Learner) -> dict[str, int]:
     return {key: sum(sizes.values()) for key, sizes in storages.items()}
 
 
-def measure_process(rank: int) -> Row:
-    """How much the resident memory of a process grows by training a 20M model, and what it is made of."""
+# ------------------------------------------------------------------------------------------------------- peaks of a step
+
+
+def peaks(args: argparse.Namespace) -> Iterator[Row]:
+    """The most that a process takes in a step, as torch allocates it and as the system sees it, against the prediction."""
+    # Tensors of 128 KiB and more go back to the system at once, so that what is resident is what is used.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
+    for name, dtype, mesh, options in PEAKS:
+        ranks = in_processes(partial(measure_peak, name, dtype, mesh, options), mesh.size)
+        for rank in ranks if mesh.pp > 1 else ranks[:1]:
+            yield {"section": "peaks", "model": name, "dtype": dtype, "mesh": str(mesh), **options, **rank}
+
+
+def measure_peak(name: str, dtype: str, mesh: Mesh, options: dict[str, Any], rank: int) -> Row:
+    spec = SIZES.get(name) or random_spec(name)
+    batch = rows(32 * mesh.dp, spec.vocab_size, varied=False)
+    networks = networks_of(spec, getattr(torch, dtype), options.get("checkpointing", False))
     before = resident()
-    worker = on_mesh(partial(networks_of, random_spec("20M")), Mesh(), rank, {})
+    worker = on_mesh(lambda: networks, mesh, rank, {}, options.get("shard", "none"), options["budget"])
     assert worker is not None
-    sizes = count_activations(worker.model)
-    worker.update(rows(64, 8192, varied=True), ppo_clip.bind(clip=CLIP))
-    return {"grown": resident("VmHWM") - before, "held": held_bytes(worker), "activations": max(sizes)}
+    loss = ppo_clip.bind(clip=CLIP)
+    worker.update(batch, loss)  # makes the optimizer's states
+    held = held_bytes(worker)
+    counted = allocated(lambda: worker.update(batch, loss)) + held["weights"] + held["optimizer"]
+    tokens, decisive = len(batch.ragged("tokens").values), float(batch.ragged("response_mask").values.mean())
+    call = Call(0, "actor", "update", "train", "", len(batch), tokens, 0, ())
+    plan = UpdatePlan(token_budget=options["budget"])
+    needed = {"networks": networks, "optimizer": OptimizerConfig(), "plan": plan, "shard": options.get("shard", "none")}
+    _, footprint = rank_need(needed, worker.lines, mesh, [call], decisive, "cpu")
+    return {
+        "rank": rank,
+        "counted": counted,
+        "resident": resident("VmHWM") - before,
+        "predicted": footprint.peak,
+        "ratio": counted / footprint.peak,
+        "parts": {key: value for key, value in asdict(footprint).items() if value},
+        "target": MEMORY_TARGET,
+    }
+
+
+def allocated(call: Callable[[], object]) -> int:
+    """The most that torch allocates at once in a call, beyond what was there; what was there before may be freed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    pending, events = list(recorded.profiler.kineto_results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    sizes: dict[int, int] = {}
+    live = most = 0
+    for _, place, size in sorted(events, key=lambda event: event[0]):
+        live += size if size > 0 else -sizes.pop(place, 0)
+        if size > 0:
+            sizes[place] = size
+        most = max(most, live)
+    return most
 
 
 def count_activations(model: Any) -> list[int]:
@@ -614,6 +695,115 @@ def resident(what: str = "VmRSS") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
 
 
+# ------------------------------------------------------------------------------------------ the recipe of FSDP2 and DTensor
+
+
+class Recipe(Theirs):
+    """A Llama of transformers with torch's tensor parallelism and FSDP2, this rank of ``mesh`` (dp, tp)."""
+
+    def __init__(self, folder: Path, mesh: DeviceMesh, micro: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.autocast, self.micro, self.dp = False, micro, mesh["dp"]
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        column, row = ColwiseParallel, RowwiseParallel
+        layer = {
+            **{f"self_attn.{name}_proj": column() for name in "qkv"},
+            "self_attn.o_proj": row(),
+            **{f"mlp.{name}_proj": column() for name in ("gate", "up")},
+            "mlp.down_proj": row(),
+        }
+        ends = {"model.embed_tokens": row(input_layouts=Replicate()), "lm_head": column(output_layouts=Replicate())}
+        parallelize_module(self.model, mesh["tp"], ends)
+        for block in self.model.model.layers:
+            parallelize_module(block, mesh["tp"], layer)
+            fully_shard(block, mesh=self.dp)
+        fully_shard(self.model, mesh=self.dp)
+        self.adamw = torch.optim.AdamW(self.model.parameters(), LR, weight_decay=0.0, fused=True)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        total, count = torch.zeros(()), int(batch.ragged("response_mask").values.sum())
+        own = batch.rows(np.array_split(np.arange(len(batch)), self.dp.size())[self.dp.get_local_rank()])
+        self.adamw.zero_grad()
+        for start in range(0, len(own), self.micro):
+            self.model.set_requires_gradient_sync(start + self.micro >= len(own))
+            loss = self.loss(**pad(own.rows(np.arange(start, min(start + self.micro, len(own)))))) / count
+            (loss * self.dp.size()).backward()  # FSDP takes the mean over its ranks
+            total += loss.detach()
+        dist.all_reduce(total, group=self.dp.get_group())
+        norm = self.clip()
+        self.adamw.step()
+        return float(total), norm
+
+    def clip(self) -> float:
+        """Parameters on one axis of the mesh and on both have to be clipped apart."""
+        groups: dict[Any, list[Tensor]] = {}
+        for parameter in self.model.parameters():
+            groups.setdefault(parameter.device_mesh, []).append(parameter)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in group]).full_tensor() for group in groups.values()]
+        norm = torch.stack(norms).norm()
+        for group in groups.values():
+            torch.nn.utils.clip_grads_with_norm_(group, MAX_NORM, norm)
+        return float(norm)
+
+
+def recipe(args: argparse.Namespace) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as scratch:
+        decoder = Decoder(LLAMA)
+        init_weights(decoder, torch_generator(0, "benchmark"))
+        save_decoder(decoder, Path(scratch) / "llama")
+        ranks = in_processes(partial(follow_recipe, Path(scratch) / "llama"), 4)
+    seconds = {
+        side: [sum(rank["seconds"][side][turn] for rank in ranks) for turn in range(ROUNDS)] for side in ranks[0]["seconds"]
+    }
+    ours = seconds.pop("hybridflow zero1")
+    for side, times in {"hybridflow zero1": ours, **seconds}.items():
+        ratios = [theirs / one for one, theirs in zip(ours, times, strict=True)]
+        yield {
+            "section": "recipe",
+            "side": side,
+            "cpu_seconds": statistics.median(times),
+            "ratio": statistics.median(ratios),
+            "loss": ranks[0]["told"][side][0],
+            "grad_norm": ranks[0]["told"][side][1],
+        }
+
+
+def follow_recipe(folder: Path, rank: int) -> Row:
+    """CPU-seconds of this rank by side and turn, and loss and gradient norm of the first step."""
+    mesh, groups = Mesh(dp=2, tp=2), {}  # type: ignore[var-annotated]
+    source = DecoderSource("llama", LLAMA, folder, torch.float32, torch.device("cpu"), 0)
+    batch = rows(RECIPE_ROWS, LLAMA.vocab_size, varied=False)
+    width = int(batch.lengths.max())
+    networks = text_networks(partial(policy_networks, source, 1.0), "policy", "llama")
+    sides: dict[str, Callable[[Batch], tuple[float, float]]] = {}
+    for shard in ("zero1", "none"):
+        worker = on_mesh(lambda: networks, mesh, rank, groups, shard, RECIPE_MICRO * width)
+        assert worker is not None
+        sides[f"hybridflow {shard}"] = partial(update_on_mesh, worker)
+    sides["recipe"] = Recipe(folder, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), RECIPE_MICRO).step
+    told = {side: step(batch) for side, step in sides.items()}
+    losses = np.array(list(told.values()))
+    assert np.allclose(losses, losses[0], rtol=1e-3, atol=1e-5), told
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(ROUNDS):
+        for side, step in sides.items():
+            dist.barrier()
+            start = time.process_time()
+            step(batch)
+            seconds[side].append(time.process_time() - start)
+    return {"seconds": seconds, "told": told}
+
+
+def update_on_mesh(worker: Learner, batch: Batch) -> tuple[float, float]:
+    """(loss, gradient norm); blocks of equally many tokens have equal weight."""
+    worker.update(batch, ppo_clip.bind(clip=CLIP))
+    metrics = worker.context.metrics.values()
+    worker.context.metrics.clear()
+    loss = worker.context.sum(torch.tensor(metrics["loss"])) / worker.context.mesh.dp
+    return float(loss), metrics["grad_norm"]
+
+
 # ---------------------------------------------------------------------------------------------------------- the display
 
 
@@ -645,16 +835,34 @@ def line_of(row: Row) -> str:
                 f"{row['model']} {row['dtype']}, {row['mesh']}: {counted} MiB of {predicted} = {row['ratio']:.4f}, "
                 f"target 1 +- {row['target']}"
             )
+        case "recipe":
+            return (
+                f"dp 2 x tp 2, {row['side']}: {row['cpu_seconds']:.2f} CPU-seconds a step, {row['ratio']:.2f} of ours; "
+                f"loss {row['loss']:.6f}, gradient norm {row['grad_norm']:.5f}"
+            )
         case "context":
             return (
                 f"{row['model']}, {LONG} tokens, cp {row['cp']}: {row['activations'] / 2**20:.1f} MiB saved = "
                 f"{row['ratio']:.3f} of 1 / cp; {row['cpu_s']:.2f} CPU-seconds of all ranks = {row['cpu_ratio']:.2f}"
             )
-    held = " + ".join(f"{size / 2**20:.0f}" for size in (*row["held"].values(), row["activations"]))
-    return f"20M in one process: + {row['grown'] / 2**20:.0f} MiB; weights + gradients + optimizer + activations: {held}"
+    mib = {key: row[key] / 2**20 for key in ("counted", "predicted", "resident")}
+    options = ", ".join(f"{key} {row[key]}" for key in ("budget", "checkpointing", "shard") if key in row)
+    return (
+        f"{row['model']} {row['dtype']}, {row['mesh']}, {options}, rank {row['rank']}: {mib['counted']:.1f} MiB of "
+        f"{mib['predicted']:.1f} = {row['ratio']:.3f}, target 1 +- {row['target']}; resident {mib['resident']:.1f} = "
+        f"{row['resident'] / row['predicted']:.3f}"
+    )
 
 
-SECTIONS = {"learner": learner, "traffic": traffic, "bubble": bubbles, "memory": memory, "context": context}
+SECTIONS = {
+    "learner": learner,
+    "traffic": traffic,
+    "bubble": bubbles,
+    "memory": memory,
+    "peaks": peaks,
+    "recipe": recipe,
+    "context": context,
+}
 
 
 def main() -> None:

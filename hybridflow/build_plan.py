@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -35,7 +35,7 @@ from hybridflow.planner.memory import (
 from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
 
-__all__ = ["Need", "needs", "pool_peaks"]
+__all__ = ["Need", "needs", "pool_peaks", "rank_need"]
 
 PREFILL_TOKENS = 2048
 """of a step of the rollout engine"""
@@ -89,86 +89,13 @@ class _Planner:
         if role.name in self.runtime.shared:
             footprint, flops = self._sampler(role, size, mesh, calls)
         else:
-            options = [self._rank(role, lines, mesh, calls) for lines in places_of(mesh)]
+            options = [rank_need(role.args, lines, mesh, calls, self.decisive, self.device) for lines in places_of(mesh)]
             batch, footprint = max(options, key=lambda option: option[1].peak)
             flops = self._model_flops(role, calls)
         return Need(size.name, size.pool, size.mesh, size.where, batch, footprint, flops)
 
-    def _rank(self, role: Role[Any], lines: Lines, mesh: Mesh, calls: list[Call]) -> tuple[Microbatch | None, Footprint]:
-        """What the rank at this place needs, and the microbatch that needs it."""
-        size, stage = held(role.args, lines), self._stage(role, lines)
-        footprint = Footprint(size.weight_bytes, size.gradient_bytes, size.optimizer_bytes)
-        working = [call for call in calls if call.rows]
-        if stage is None or not working:
-            return None, footprint
-        updates = [call for call in working if call.kind == "train"]
-        batches = [self._microbatch(role, stage, call, mesh) for call in (updates or working)]
-        batch, number = max(batches, key=lambda found: found[0].tokens)
-        forward = forward_bytes(stage, batch) if not updates or len(updates) < len(working) else 0
-        if not updates:
-            return batch, replace(footprint, forward=forward, working=forward)
-        in_flight = min(lines.pp.size - lines.pp.index, number)
-        whole, recomputed = (activation_bytes(replace(stage, checkpointing=c), batch) for c in (False, True))
-        gradients = size.gradient_bytes
-        messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
-        summed = 0
-        if mesh.copies > 1:
-            summed = gradients if role.args["shard"] == "none" else gradients + gradients // mesh.copies
-        learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages
-        working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + forward)
-        return batch, replace(
-            footprint,
-            activations=in_flight * whole,
-            checkpointed=in_flight * recomputed,
-            forward=forward,
-            head=head_buffer_bytes(stage, batch.actions, train=True),
-            communication=max(summed, messages),
-            working=max(0, working_bytes - gradients),
-        )
-
-    def _stage(self, role: Role[Any], lines: Lines = WHOLE) -> Stage | None:
-        """None for networks of environments."""
-        networks = role.args["networks"]
-        network = networks.at(lines)[networks.main]
-        heads: Mapping[type[nn.Module], Head] = {TextPolicy: "policy", TextCritic: "value", TextReward: "score"}
-        head = heads.get(type(network))
-        if head is None:
-            return None
-        decoder: Decoder = network.decoder
-        part = decoder.part
-        if "optimizer" in role.args:
-            freeze(network, role.args["optimizer"].freeze, lines.whole)
-        trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in decoder.layers]
-        below = part.first and not decoder.embed.weight.requires_grad
-        return Stage(
-            decoder.spec,
-            len(decoder.layers),
-            head,
-            first=part.first,
-            last=part.last,
-            tp=part.tp.size,
-            rank=part.tp.index,
-            sequence_parallel=part.sequence_parallel,
-            itemsize=decoder.anchor.element_size(),
-            device=self.device,
-            checkpointing=decoder.activation_checkpointing,
-            frozen=[*trained, True].index(True) if below else 0,
-            trains_head=part.last and head == "policy" and decoder.head_weight.requires_grad,
-        )
-
-    def _microbatch(self, role: Role[Any], stage: Stage, call: Call, mesh: Mesh) -> tuple[Microbatch, int]:
-        """The fullest of a call, a rank's part of rows of mean length, and how many there are in a minibatch of a block."""
-        plan = role.args.get("plan")
-        budget = role.args["token_budget"] if plan is None else plan.token_budget
-        minibatches = plan.minibatches if plan is not None and call.kind == "train" else 1
-        length, block = max(1, ceil(call.tokens_in / call.rows)), ceil(ceil(call.rows / minibatches) / mesh.dp)
-        rows = min(block, max(1, budget // length))
-        actions = rows if stage.head == "score" else ceil(rows * length * self.decisive)
-        own = ceil(length / mesh.cp)
-        return Microbatch(rows, own, rows * own, ceil(actions / mesh.cp)), ceil(block / rows)
-
     def _model_flops(self, role: Role[Any], calls: list[Call]) -> float:
-        stage = self._stage(role)
+        stage = stage_of(role.args, WHOLE, self.device)
         if stage is None:
             return 0.0
         total = 0.0
@@ -185,7 +112,7 @@ class _Planner:
 
     def _sampler(self, role: Role[Any], size: RoleSize, mesh: Mesh, calls: list[Call]) -> tuple[Footprint, float]:
         """A sampler of text: its cache, its repacked weights, and a forward of a prompt's chunk or of all slots."""
-        stage = self._stage(self.runtime.roles[self.runtime.shared[role.name]])
+        stage = stage_of(self.runtime.roles[self.runtime.shared[role.name]].args, WHOLE, self.device)
         footprint = Footprint(weights=size.weight_bytes)
         if stage is None or not calls:
             return footprint, 0.0
@@ -225,3 +152,82 @@ class _Planner:
         prompt, response = call.tokens_in / call.rows, call.tokens_out / call.rows
         first = forward_flops(spec, call.tokens_in / self._group, call.rows, prompt, head=True)
         return first + decode_flops(spec, prompt, response - 1, call.rows)
+
+
+def rank_need(
+    args: Mapping[str, Any], lines: Lines, mesh: Mesh, calls: Sequence[Call], decisive: float, device: str
+) -> tuple[Microbatch | None, Footprint]:
+    """What the rank at this place of a mesh needs for ``calls``, by its role's arguments, and the microbatch that takes
+    it. ``decisive``: the share of tokens that decide about an action."""
+    size, stage = held(args, lines), stage_of(args, lines, device)
+    footprint = Footprint(size.weight_bytes, size.gradient_bytes, size.optimizer_bytes)
+    working = [call for call in calls if call.rows]
+    if stage is None or not working:
+        return None, footprint
+    updates = [call for call in working if call.kind == "train"]
+    batches = [_microbatch(args, stage, call, mesh, decisive) for call in (updates or working)]
+    batch, number = max(batches, key=lambda found: found[0].tokens)
+    forward = forward_bytes(stage, batch) if not updates or len(updates) < len(working) else 0
+    if not updates:
+        return batch, replace(footprint, forward=forward, working=forward)
+    in_flight = min(lines.pp.size - lines.pp.index, number)
+    whole, recomputed = (activation_bytes(replace(stage, checkpointing=c), batch) for c in (False, True))
+    gradients = size.gradient_bytes
+    messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
+    summed = 0
+    if mesh.copies > 1:
+        summed = gradients if args["shard"] == "none" else gradients + gradients // mesh.copies
+    learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages
+    working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + forward)
+    return batch, replace(
+        footprint,
+        activations=in_flight * whole,
+        checkpointed=in_flight * recomputed,
+        forward=forward,
+        head=head_buffer_bytes(stage, batch.actions, train=True),
+        communication=max(summed, messages),
+        working=max(0, working_bytes - gradients),
+    )
+
+
+def stage_of(args: Mapping[str, Any], lines: Lines, device: str) -> Stage | None:
+    """What the rank at this place of a mesh runs; None for networks of environments."""
+    networks = args["networks"]
+    network = networks.at(lines)[networks.main]
+    heads: Mapping[type[nn.Module], Head] = {TextPolicy: "policy", TextCritic: "value", TextReward: "score"}
+    head = heads.get(type(network))
+    if head is None:
+        return None
+    decoder: Decoder = network.decoder
+    part = decoder.part
+    if "optimizer" in args:
+        freeze(network, args["optimizer"].freeze, lines.whole)
+    trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in decoder.layers]
+    below = part.first and not decoder.embed.weight.requires_grad
+    return Stage(
+        decoder.spec,
+        len(decoder.layers),
+        head,
+        first=part.first,
+        last=part.last,
+        tp=part.tp.size,
+        rank=part.tp.index,
+        sequence_parallel=part.sequence_parallel,
+        itemsize=decoder.anchor.element_size(),
+        device=device,
+        checkpointing=decoder.activation_checkpointing,
+        frozen=[*trained, True].index(True) if below else 0,
+        trains_head=part.last and head == "policy" and decoder.head_weight.requires_grad,
+    )
+
+
+def _microbatch(args: Mapping[str, Any], stage: Stage, call: Call, mesh: Mesh, decisive: float) -> tuple[Microbatch, int]:
+    """The fullest of a call, a rank's part of rows of mean length, and how many there are in a minibatch of a block."""
+    plan = args.get("plan")
+    budget = args["token_budget"] if plan is None else plan.token_budget
+    minibatches = plan.minibatches if plan is not None and call.kind == "train" else 1
+    length, block = max(1, ceil(call.tokens_in / call.rows)), ceil(ceil(call.rows / minibatches) / mesh.dp)
+    rows = min(block, max(1, budget // length))
+    actions = rows if stage.head == "score" else ceil(rows * length * decisive)
+    own = ceil(length / mesh.cp)
+    return Microbatch(rows, own, rows * own, ceil(actions / mesh.cp)), ceil(block / rows)

@@ -139,9 +139,9 @@ def peak_bytes(stage: Stage, batch: Microbatch, gradients: int, in_flight: int, 
     saved, layer = activation_bytes(stage, batch), max(_layers(stage, batch), default=0)
     start = saved - (layer if stage.checkpointing else 0) + head_buffer_bytes(stage, batch.actions, train=True)
     within = saved - _outputs(stage, batch) if stage.checkpointing else layer
-    if microbatches == 1:
-        return max(start, gradients + within)
-    return (in_flight - 1) * (saved - (layer if stage.checkpointing else 0)) + gradients + max(start, within)
+    others = (in_flight - 1) * (saved - (layer if stage.checkpointing else 0))
+    earlier = gradients if microbatches > in_flight else 0
+    return others + max(earlier + start, gradients + within)
 
 
 def head_buffer_bytes(stage: Stage, tokens: int, train: bool) -> int:
