@@ -22,6 +22,7 @@ from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
 from hybridflow.rollout.buffer import REPLAYED
+from hybridflow.workers.fsdp import fsdp_bytes
 from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import sharded_bytes
@@ -82,6 +83,9 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
         if placed.pool_of(learner) != pool or (_cut_model(placed, learner) and learner != role.name):
             copied = _network_bytes(runtime.roles[learner])
             size = replace(size, model=f"a copy of the {learner}'s", copy_of=learner, weight_bytes=copied)
+        elif learner != role.name and runtime.roles[learner].args["shard"] == "fsdp" and mesh.copies > 1:
+            whole = _network_bytes(runtime.roles[learner])
+            size = replace(size, model=f"the {learner}'s, gathered for each rollout", weight_bytes=whole)
         if size.where == DRIVER and config.runtime.kind == "ray":
             size = replace(size, where="cpu")
         graph.roles.append(replace(size, pool=pool.name, mesh=str(mesh)))
@@ -165,4 +169,7 @@ def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     gradients, optimizer = training_bytes(main)
     if args["shard"] == "zero1":
         optimizer = sharded_bytes(main, lines.dp_cp.size)
+    if args["shard"] == "fsdp" and lines.dp_cp.size > 1:
+        weights, gradients, optimizer = fsdp_bytes(main, lines.dp_cp.size)
+        size = replace(size, weight_bytes=weights)
     return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)

@@ -85,7 +85,8 @@ class TrainedMeshConfig(MeshConfig):
     """Keys of ``[actor.mesh]`` and ``[critic.mesh]``."""
 
     shard: ShardMode = "none"
-    """zero1: data-parallel processes share optimizer states and float32 masters out, instead of holding all of them each"""
+    """zero1: data-parallel processes share optimizer states and float32 masters out, instead of holding all of them each;
+    fsdp: weights and gradients, too, and gather a layer's weights when it runs"""
 
 
 class ModelConfig(Config):
@@ -398,11 +399,21 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
             yield f"{name}.mesh: networks for environments can't be cut; remove it, the pool is data-parallel"
         elif config.runtime.kind == "local":
             yield f'{name}.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools'
+    yield from _shard_conflicts(config)
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
         yield from problems or dict.fromkeys(_cut_conflicts(config))
     elif "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
+
+
+def _shard_conflicts(config: RunConfig) -> Iterator[str]:
+    trained = {_section(role): model for role, model in config.model_sections.items() if isinstance(model, TrainedConfig)}
+    for name, model in trained.items() if config.environment is not None else ():
+        if model.mesh.shard == "fsdp":
+            yield f'{name}.mesh.shard = "fsdp" shards decoders, not networks for environments; use "zero1" or "none"'
+    if config.actor.mesh.shard == "fsdp" and config.generation.engine == "vllm" and config.runtime.kind == "ray":
+        yield 'actor.mesh.shard = "fsdp": vLLM reads whole weights; use "zero1", or generation.engine = "hybridflow"'
 
 
 def _section(role: str) -> str:

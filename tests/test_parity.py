@@ -40,7 +40,7 @@ from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
-from hybridflow.workers.zero import ShardMode
+from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,6 +55,22 @@ MESHES |= {
     f"{dp}x{tp}x{pp}x{cp}": Mesh(dp=dp, tp=tp, pp=pp, cp=cp)
     for dp, tp, pp, cp in [(1, 1, 1, 2), (1, 1, 1, 4), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1, 2)]
 }
+SHARED_OUT = {
+    "4x1x1 fsdp": ("llama", "qwen2", "odd", "value", "one row", "partly frozen", "adamw", "bfloat16"),
+    "2x2x1 fsdp": ("llama", "qwen3", "odd", "value", "dpo", "one row"),
+    "2x1x2 fsdp": ("llama", "qwen2", "value", "reward model", "one row", "lower layers frozen", "bfloat16"),
+    "2x2x2 fsdp": ("llama, one microbatch", "odd"),
+    "1x1x1x2 fsdp": ("llama", "value"),
+    "2x1x1x2 fsdp": ("qwen2", "one row"),
+    "4x1x1 zero1": ("llama",),
+    "2x2x1 zero1": ("qwen3", "value"),
+    "2x1x2 zero1": ("llama", "one row"),
+    "2x2x2 zero1": ("odd",),
+    "1x1x1x2 zero1": ("adamw",),
+    "2x1x1x2 zero1": ("llama", "adamw"),
+}
+"""The cases of meshes whose data-parallel ranks share more than rows out."""
+MESHES |= {name: MESHES[name.partition(" ")[0]] for name in SHARED_OUT}
 SPECS = {
     "llama": DecoderSpec("llama", 31, 16, 26, 4, 4, 2, 4, 64),
     "qwen2": DecoderSpec("qwen2", 33, 16, 22, 4, 4, 4, 4, 64, tied=False, qkv_bias=True),
@@ -109,7 +125,6 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     max_grad_norm: float = 0.5
-    shard: ShardMode = "none"
 
     @property
     def data(self) -> Batch:
@@ -124,10 +139,10 @@ class Case(NamedTuple):
         }.get(self.loss.name, (partial(policy_networks, source, 0.8), "policy"))
         return text_networks(build, main, source.name)
 
-    def learner(self, context: WorkerContext) -> Learner:
+    def learner(self, context: WorkerContext, shard: ShardMode = "none") -> Learner:
         optimizer = OptimizerConfig(lr=0.003, max_grad_norm=self.max_grad_norm, weight_decay=0.01, freeze=self.freeze)
         plan = UpdatePlan(minibatches=self.minibatches, token_budget=self.token_budget)
-        settings: dict[str, Any] = {"optimizer": optimizer, "plan": plan, "total_steps": 10, "seed": 1, "shard": self.shard}
+        settings: dict[str, Any] = {"optimizer": optimizer, "plan": plan, "total_steps": 10, "seed": 1, "shard": shard}
         return Learner(context, networks=self.networks, **settings)
 
 
@@ -156,7 +171,6 @@ CASES = {
     "partly frozen": Case("odd", cross_entropy.bind(), freeze=("layers.[234].qkv.*", "norm*")),
     "adamw": Case("qwen2", PPO, sgd=False),
     "bfloat16": Case("llama", PPO, sgd=False, dtype=torch.bfloat16),
-    "zero1": Case("qwen2", PPO, sgd=False, shard="zero1"),
 }
 
 
@@ -164,8 +178,9 @@ FEW = ("llama", "qwen2", "odd", "value", "dpo")
 """The cases of meshes that are combinations of others, and slow: many processes that each wait for all others."""
 SLOW = ("2x2x1", "1x2x2", "2x2x2", "1x4x1", "2x1x1x2", "1x2x1x2", "1x1x2x2", "2x2x1x2")
 # Case by case: so ranks that a mesh has no use for don't wait long for the next mesh that they are in.
-CELLS = [(mesh, case) for case in CASES if case != "zero1" for mesh in MESHES if case in FEW or mesh not in SLOW]
-CELLS += [(mesh, "zero1") for mesh in ("1x1x1x2", "2x1x1x2")]
+CELLS = [
+    (mesh, case) for case in CASES for mesh in MESHES if case in SHARED_OUT.get(mesh, FEW if mesh in SLOW else CASES.keys())
+]
 
 
 class Outcome(NamedTuple):
@@ -178,16 +193,23 @@ class Outcome(NamedTuple):
     columns: dict[str, Any]
 
 
-def outcome(case: Case, context: WorkerContext) -> Outcome:
-    one, data = case.learner(context), case.data
+def outcome(case: Case, context: WorkerContext, shard: ShardMode = "none") -> Outcome:
+    one, data = case.learner(context, shard), case.data
     norms, gradients, clip = list[float](), list[dict[str, Tensor]](), one.optimizer.clip
 
-    def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full(tensors: Mapping[str, Tensor], pieces: bool) -> dict[str, Tensor]:
         copies = {name: x.detach().clone() for name, x in tensors.items()}
+        if shard == "fsdp":
+            assert one.fsdp is not None
+            copies = one.fsdp.full(copies, torch.float32)
+        elif shard == "zero1" and pieces:
+            assert isinstance(one.optimizer, ShardedOptimizer)
+            copies = one.optimizer._joined(copies, one.optimizer.parameters, torch.float32)
         return copies if one.cut is None else one.cut.full(copies)
 
     def record() -> float:
-        gradients.append(full({name: m.grad for name, m in one.optimizer.masters.items() if m.grad is not None}))
+        found = {name: m.grad for name, m in one.optimizer.masters.items() if m.grad is not None}
+        gradients.append(full(found, pieces=True))
         norms.append(clip())
         return norms[-1]
 
@@ -198,7 +220,7 @@ def outcome(case: Case, context: WorkerContext) -> Outcome:
     written = one.update(data, case.loss)
     own = data.rows(THREE_D.distribute(data.lengths, context.mesh)[context.rank])
     columns = {**written.columns, **VERBS[one.main](one, own).columns, **scored(case, context, own)}
-    return Outcome(context.metrics, norms, gradients, full(dict(one.model.named_parameters())), columns)
+    return Outcome(context.metrics, norms, gradients, full(dict(one.model.named_parameters()), pieces=False), columns)
 
 
 def scored(case: Case, context: WorkerContext, own: Batch) -> dict[str, Any]:
@@ -224,6 +246,10 @@ VERBS: dict[str, Callable[[Learner, Batch], Batch]] = {
 
 def context_of(mesh: Mesh, rank: int, lines: ProcessMesh) -> WorkerContext:
     return WorkerContext(mesh=mesh, rank=rank, reduce=lines.dp.all_reduce if mesh.dp > 1 else None, lines=lines)
+
+
+def shard_of(mesh: str) -> Any:
+    return mesh.partition(" ")[2] or "none"
 
 
 SAVED = "2x2x2"
@@ -297,7 +323,7 @@ def everything(folder: Path, rank: int) -> tuple[Results, KeptResults]:
     groups: dict[tuple[int, ...], Any] = {}
     lines = {name: ProcessMesh(mesh, rank, TIMEOUT, groups) for name, mesh in MESHES.items()}
     results = {
-        (name, case): outcome(CASES[case], context_of(MESHES[name], rank, lines[name]))
+        (name, case): outcome(CASES[case], context_of(MESHES[name], rank, lines[name]), shard_of(name))
         for name, case in CELLS
         if rank < MESHES[name].size
     }

@@ -56,7 +56,7 @@ def test_the_call_graph_tells_what_a_process_holds(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("actor__mesh", {"shard": "fsdp"}, r"actor\.mesh\.shard = 'fsdp'.*'none' or 'zero1'"),
+        ("actor__mesh", {"shard": "zero3"}, r"actor\.mesh\.shard = 'zero3'.*'none', 'zero1' or 'fsdp'"),
         ("reference__mesh", {"shard": "zero1"}, r"unknown key reference\.mesh\.shard; did you mean actor\.mesh\.shard"),
     ],
 )

@@ -140,8 +140,8 @@ class RayRuntime(KeepsState):
         if sampler in self._in_place:
             return
         group, mesh = self._group(learner), self.mesh(self.roles[learner])
-        copy = group.processes[: mesh.size // mesh.copies]
-        asked = [process.weights.options(num_returns=2).remote(learner) for process in copy]
+        # Of every rank, as it may hold but a share of what those of the first copy send.
+        asked = [process.weights.options(num_returns=2).remote(learner) for process in group.processes[: mesh.size]]
         for rank, (done, _) in enumerate(asked):
             self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
         parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]

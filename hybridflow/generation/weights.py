@@ -56,7 +56,9 @@ class RolloutWeights:
 
     def refresh(self) -> None:
         """Take the parameters as they are now."""
-        in_place = not (self._packs or self._int8 or self._dtype != self._source.anchor.dtype)
+        # A decoder that gathers its weights would drop them again behind each layer.
+        changed = self._packs or self._int8 or self._dtype != self._source.anchor.dtype
+        in_place = not changed and self._source.gathered is None
         if self._source.part.last:
             head = self._source.head_weight.detach().to(self._dtype)
             self._head = pack(head) if self._packs else head

@@ -101,6 +101,8 @@ class Decoder(nn.Module):
         self.register_module("norm", RMSNorm(size, spec.norm_eps) if self.part.last else None)
         self.lm_head = Linear(size, vocabulary, bias=False) if "lm_head.weight" in self.shards else None
         self.activation_checkpointing = False
+        self.gathered: torch.dtype | None = None
+        """Where weights are gathered for each forward (FSDP), the dtype that they then have."""
         # Plain attributes, not buffers: they stay fp32 whatever the dtype of the weights.
         self._cos, self._sin = rope_tables(spec, 0, torch.device("cpu"))
 
@@ -145,6 +147,11 @@ class Decoder(nn.Module):
     def anchor(self) -> Tensor:
         """A weight that tells device and dtype."""
         return self.embed.weight if self.part.first else next(self.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.gathered or self.anchor.dtype
 
     @property
     def head_weight(self) -> Tensor:

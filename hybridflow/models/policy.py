@@ -7,7 +7,7 @@ sequences are never split). The hidden state at position t - 1 decides about tok
 
 import math
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,14 @@ class Packed(NamedTuple):
     outputs: Tensor
 
 
+def run(model: Any, batch: Batch, received: Tensor | None) -> Any:
+    """What ``read`` returns; of a pipeline stage before the last one, its activations. A later stage than the first goes on
+    from what it has ``received``."""
+    tokens, *rest = model.pack(batch)
+    hidden = model.decoder(tokens if received is None else received, *rest)
+    return model.read(hidden, batch) if model.decoder.part.last else hidden
+
+
 class TextPolicy(nn.Module):
     """Log-probability and entropy of every response token, under the distribution that is sampled at ``temperature``."""
 
@@ -47,9 +55,9 @@ class TextPolicy(nn.Module):
         super().__init__()
         self.decoder, self.temperature = decoder, temperature
 
-    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
         """``log_probs`` and ``entropy``, [N] over the action steps, fp32."""
-        return self.read(self.decoder(*self.pack(batch)), batch)
+        return run(self, batch, received)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
@@ -82,9 +90,9 @@ class TextCritic(nn.Module):
         nn.init.zeros_(head.bias)
         self.register_module("head", head if decoder.part.last else None)
 
-    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
         """``values`` [N] over the action steps, fp32."""
-        return self.read(self.decoder(*self.pack(batch)), batch)
+        return run(self, batch, received)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
@@ -93,7 +101,8 @@ class TextCritic(nn.Module):
     def read(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """``outputs`` from what the last stage returns."""
         wanted = dealt(batch.ragged("tokens"), deciding(batch), self.decoder)
-        return {"values": wanted.whole(self.head(hidden).squeeze(-1).float())}
+        # A sum of one number; FSDP warns of outputs that are views.
+        return {"values": wanted.whole(self.head(hidden).float().sum(-1))}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] zeros: a response always ends its episode, also where the length limit ends it."""
@@ -114,9 +123,9 @@ class TextReward(nn.Module):
         self.decoder = decoder
         self.register_parameter("score", nn.Parameter(score.to(decoder.anchor, copy=True)) if decoder.part.last else None)
 
-    def outputs(self, batch: Batch) -> dict[str, Tensor]:
+    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
         """``scores`` [B], fp32."""
-        return self.read(self.decoder(*self.pack(batch)), batch)
+        return run(self, batch, received)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""

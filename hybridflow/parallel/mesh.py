@@ -40,14 +40,14 @@ class Line:
                 x.copy_(dense)
         return x
 
-    def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[sum(sizes), ...]: the tensors of all ranks, [sizes[i], ...], one behind the other.
+    def all_gather(self, x: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """[sum(sizes), ...]: the tensors of all ranks, [sizes[i], ...], one behind the other; in ``out`` if it is given.
 
         Point to point, since gloo gathers equal parts only, and through a second copy of all of them.
         """
         if self.size == 1:
             return x
-        out = x.new_empty(sum(sizes), *x.shape[1:])
+        out = x.new_empty(sum(sizes), *x.shape[1:]) if out is None else out
         parts = torch.split(out, [*sizes])
         parts[self.index].copy_(x)
         self._exchange("all_gather", [parts[self.index]] * self.size, parts)
@@ -87,6 +87,8 @@ class Line:
 
     def add(self, x: Tensor, peer: int) -> Tensor:
         """``x``, in place, plus that of rank ``peer`` of the line, which calls this with our index."""
+        if not x.numel():
+            return x
         theirs = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.traffic["add"] += x.nbytes
         self._run([self._to(peer, x.contiguous()), self._from(peer, theirs)])

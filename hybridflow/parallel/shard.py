@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Piece", "Shard", "cuts", "deal_heads", "lengths"]
+__all__ = ["Piece", "Shard", "cuts", "deal_heads", "lengths", "run_of", "whole"]
 
 
 def cuts(n: int, parts: int) -> list[range]:
@@ -69,6 +71,28 @@ class Shard:
         for cut in self.ranges:
             ends.append(ends[-1] + len(cut))
         return [(cut, range(a, b), own) for cut, (a, b), own in zip(self.ranges, pairwise(ends), self.owned, strict=True)]
+
+
+def whole(shape: Sequence[int]) -> Shard:
+    """A parameter that isn't cut."""
+    return Shard(tuple(shape), 0, (range(shape[0]),), (True,))
+
+
+def run_of(shard: Shard, run: range) -> Shard:
+    """A ``run`` of the numbers of a slice, counted row by row, as a vector: a slice of the flattened full parameter."""
+    if all(shard.owned) and not shard.summed:
+        return Shard((len(run),), 0, (range(len(run)),), (True,))
+    assert shard.dim == 0, "what is cut along columns has one owner"
+    width = prod(shard.shape[1:])
+    ranges, owned = [], []
+    for cut, place, own in shard.places:
+        start, stop = max(place.start * width, run.start), min(place.stop * width, run.stop)
+        if start < stop:
+            offset = (cut.start - place.start) * width
+            ranges.append(range(start + offset, stop + offset))
+            owned.append(own)
+    summed = range(shard.summed.start * width, shard.summed.stop * width)
+    return Shard((prod(shard.shape),), 0, tuple(ranges), tuple(owned), summed)
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,12 @@ def take(full: Tensor, shard: Shard) -> Tensor:
 
 
 @torch.no_grad()
-def sum_shared(line: Line, gradients: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
+def sum_shared(line: Line, gradients: Mapping[str, Tensor], shards: Mapping[str, Shard], over: Line = ALONE) -> None:
     """Sum, in place, the gradients of what several ranks hold and each has but a share of: once, after the last backward.
 
     These are norms, biases and key-value heads (see ``Shard.summed``); all in one all-reduce. The names are those of
-    ``shards``, the same on every rank; parameters without a gradient are left out.
+    ``shards``, the same on every rank; parameters without a gradient are left out. ``over``: a line whose ranks hold each
+    a piece of a rank's slices, of which ``shards`` tell; they all call this.
     """
     targets = [(x, shards[name]) for name, x in sorted(gradients.items()) if shards[name].summed]
     if line.size == 1 or not targets:
@@ -171,7 +172,11 @@ def sum_shared(line: Line, gradients: Mapping[str, Tensor], shards: Mapping[str,
                 pairs.append((x[place.start : place.stop], rows[start : start + len(cut)]))
     for gradient, row in pairs:
         row.copy_(gradient)
-    line.all_reduce(flat)
+    for each in (
+        line,
+        over,
+    ):  # no two ranks of ``over`` have the same numbers, but those of ``line`` may lie with any of them
+        each.all_reduce(flat)
     for gradient, row in pairs:
         gradient.copy_(row)
 

@@ -27,6 +27,7 @@ from hybridflow.core.files import Written, explain_full_disk
 from hybridflow.core.tensor_file import kind_of, write_tensors
 from hybridflow.models.policy import network_pieces
 from hybridflow.parallel.shard import Piece
+from hybridflow.workers.fsdp import FsdpNetwork
 from hybridflow.workers.optimizer import Optimizer
 from hybridflow.workers.parts import Lines
 
@@ -39,19 +40,23 @@ Kept = tuple[str, Piece, Tensor]
 """the name in a checkpoint, where it belongs, and what is here"""
 
 
-def kept(networks: Networks, main: str, optimizer: Optimizer, lines: Lines) -> Iterator[Kept]:
+def kept(
+    networks: Networks, main: str, optimizer: Optimizer, lines: Lines, fsdp: FsdpNetwork | None = None
+) -> Iterator[Kept]:
     """What this rank is to write of ``networks`` and of the optimizer of the ``main`` one, one tensor after another.
 
     Every number has one owner among the ranks of a data-parallel block, and of equal blocks each writes its share. Ranks of
-    a data-parallel line call this together.
+    a data-parallel line call this together. ``fsdp``: how the main network is shared out over them; its weights are
+    joined, one after another.
     """
     tables = {name: network_pieces(network) for name, network in networks.items()}
     turns = {name: spread(table, lines.dp_cp.size)[lines.dp_cp.index] for name, table in tables.items()}
     for name, network in networks.items():
         turn = _by_parameter(turns[name])
         for parameter, x in _named(network).items():
+            slice_ = x.detach() if fsdp is None else fsdp.full({parameter: x})[parameter]
             own = (piece for piece in turn.get(parameter, ()) if piece.owned)
-            yield from ((f"{name}.{piece.name}", piece, piece.of(x.detach())) for piece in own)
+            yield from ((f"{name}.{piece.name}", piece, piece.of(slice_)) for piece in own)
     pieces = _by_parameter(tables[main] if optimizer.sharded else turns[main])
     for key, parameter, state in optimizer.states():
         for piece in pieces.get(parameter, ()):
@@ -208,15 +213,26 @@ def _place(file: Any, name: str, cut: tuple[int, int, int] | None) -> _Place:
     return _Place(file, (*shape[:dim], size, *shape[dim + 1 :]), dim, range(start, start + shape[dim]))
 
 
-def restore(reader: PieceReader, networks: Networks, main: str, optimizer: Optimizer, steps: int) -> None:
-    """Give this rank's slices of all networks, and of the optimizer of the ``main`` one, what was saved of them."""
+def restore(
+    reader: PieceReader,
+    networks: Networks,
+    main: str,
+    optimizer: Optimizer,
+    steps: int,
+    fsdp: FsdpNetwork | None = None,
+) -> None:
+    """Give this rank's slices of all networks, and of the optimizer of the ``main`` one, what was saved of them. ``fsdp``:
+    the main network, where the rank has but its share of them."""
     tables = {name: network_pieces(network) for name, network in networks.items()}
     pieces = _by_parameter(tables[main])
     for name, network in networks.items():
         table = _by_parameter(tables[name])
         for parameter, x in _named(network).items():
+            slice_ = x.detach() if fsdp is None else torch.empty(x.shape)
             for piece in table[parameter]:
-                piece.of(x.detach()).copy_(reader.read(f"{name}.{piece.name}", piece))
+                piece.of(slice_).copy_(reader.read(f"{name}.{piece.name}", piece))
+            if fsdp is not None:
+                fsdp.load(parameter, slice_)
 
     def read(key: str, parameter: str) -> Tensor | None:
         own = pieces[parameter]

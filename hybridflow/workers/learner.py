@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,9 +39,10 @@ from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
+from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.offload import Shelf, Shelved
-from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
+from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, freeze
 from hybridflow.workers.parts import Cut, Lines, run_microbatches
 from hybridflow.workers.units import Pulled, Units
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
@@ -89,7 +91,7 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 class Learner(Shelved):
     """Owns networks and the optimizer of the main one. ``version`` counts updates. ``shard``: "zero1" shares the optimizer
-    out over the ranks that hold the same parameters."""
+    out over the ranks that hold the same parameters, "fsdp" weights and gradients, too. UserError if networks can't be."""
 
     def __init__(
         self,
@@ -107,18 +109,29 @@ class Learner(Shelved):
         self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
-        if shard == "zero1" and self.lines.dp_cp.size > 1:
-            self.optimizer: Optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
+        self.fsdp: FsdpNetwork | None = None
+        if shard == "fsdp" and self.lines.dp_cp.size > 1:
+            if networks.part is None:
+                raise UserError(f'mesh: shard = "fsdp" shards decoders, not {networks.model}; use "zero1" or "none"')
+            freeze(self.model, optimizer.freeze, whole=self.cut is None)
+            self.fsdp = FsdpNetwork(self.model, self.lines)
+            self.optimizer: Optimizer = FsdpOptimizer(self.fsdp, optimizer, total_steps, self.cut, self.lines)
+        elif shard == "zero1" and self.lines.dp_cp.size > 1:
+            self.optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
         else:
             self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
         self._writer = PieceWriter()
-        weights = Shelf(lambda: all_tensors(*self.networks.values()))
+        weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
 
     def offload(self, keep: Collection[MemoryPart] = ()) -> int:
         """See ``Offloadable``. Gradients, which every minibatch begins anew, are dropped."""
         self.optimizer.zero_grad()
         return super().offload(keep)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """As long as it lasts the networks are whole, but for their cuts; all ranks enter it together."""
+        return nullcontext() if self.fsdp is None else self.fsdp.reading()
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
@@ -128,30 +141,37 @@ class Learner(Shelved):
             batch = batch.with_columns(**loaded.columns)
         units = Units.of(batch, "group" if loss.per == "group" else self.model.unit)
         epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
-        own = np.unique(np.concatenate([part for minibatches in epochs for _, part in minibatches]))
+        own = np.unique(np.concatenate([part for minibatches in epochs for _, part, _ in minibatches]))
         pulled, mask, samples = units.load(batch, own), batch.ragged("response_mask"), batch["sample_id"]
         for epoch, minibatches in enumerate(epochs):
             written = {name: np.zeros(len(mask.values), np.float32) for name in loss.writes}
-            for number, (index, part) in enumerate(minibatches):
-                whole = units.take(index)
-                drift = self._minibatch(whole, pulled.take(np.searchsorted(own, part)), loss, written, samples)
+            for number, (index, part, forwards) in enumerate(minibatches):
+                mine = pulled.take(np.searchsorted(own, part))
+                drift = self._minibatch(units.take(index), mine, forwards, loss, written, samples)
                 if epoch == number == 0:
                     self._observe_drift(drift)
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
-    def _deal(self, units: Units, epoch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(all units, those of this rank's block) of every minibatch."""
+    def _deal(self, units: Units, epoch: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
         order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
         minibatches, (dp, block) = np.array_split(order, self.plan.minibatches), (self.context.mesh.dp, self.context.block)
         if dp == 1:
-            return [(index, index) for index in minibatches]
-        return [(index, index[deal(units.weights[index], dp)[block]]) for index in minibatches]
+            return [(index, index, 0) for index in minibatches]
+        dealt = [[index[part] for part in deal(units.weights[index], dp)] for index in minibatches]
+        forwards = [0 if self.fsdp is None else self._most_forwards(units, parts) for parts in dealt]
+        return [(index, parts[block], most) for index, parts, most in zip(minibatches, dealt, forwards, strict=True)]
+
+    def _most_forwards(self, units: Units, parts: Sequence[np.ndarray]) -> int:
+        """Microbatches of the block that has most."""
+        return max(len([*plan_microbatches(units.weights[part], self.plan.token_budget)]) for part in parts)
 
     def _minibatch(
-        self, whole: Units, part: Pulled, loss: Fn, written: Mapping[str, np.ndarray], samples: np.ndarray
+        self, whole: Units, part: Pulled, forwards: int, loss: Fn, written: Mapping[str, np.ndarray], samples: np.ndarray
     ) -> list[Tensor]:
-        """One optimizer step, for which this rank sees the ``part`` of the ``whole``; the drift of its microbatches."""
+        """One optimizer step, for which this rank sees the ``part`` of the ``whole``, in as many ``forwards`` at least; the
+        drift of its microbatches."""
         if len(whole) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return []
@@ -171,8 +191,11 @@ class Learner(Shelved):
                 values[micros[number].units.places.values] = result.columns[name].float().cpu().numpy()
             return total
 
+        if loss.on == "networks" and self.fsdp is not None:
+            raise UserError(f'mesh: shard = "fsdp" and the loss {loss.name}, which reads networks, exclude each other')
         read = (lambda _: self.networks) if loss.on == "networks" else None
-        run_microbatches(self.model, (m.batch() for m in micros), terms, self.lines.pp, train=True, read=read)
+        batches, blanks = (m.batch() for m in micros), max(0, forwards - len(micros))
+        run_microbatches(self.model, batches, terms, self.lines.pp, train=True, read=read, blanks=blanks)
         self.optimizer.reduce_gradients(self._over_copies)
         self._step(loss, samples[whole.rows.values])
         return drift
@@ -227,7 +250,7 @@ class Learner(Shelved):
     @remote(THREE_D, reads=_value_inputs, writes=("values", "bootstrap_values"))
     def compute_values(self, batch: Batch, /) -> Batch:
         """Value before every action step, and after the last one."""
-        values = forward(self.model, batch, ("values",), self.plan.token_budget, self.lines.pp)["values"]
+        values = forward(self.model, batch, ("values",), self.plan.token_budget, self.lines.pp, self._together)["values"]
         with torch.no_grad():
             bootstrap = self.model.bootstrap(batch).float().cpu().numpy()
         return Batch({"values": values, "bootstrap_values": bootstrap})
@@ -235,13 +258,20 @@ class Learner(Shelved):
     @remote(THREE_D, reads=_inputs, writes=("learner_log_probs",))
     def compute_log_probs(self, batch: Batch, /) -> Batch:
         """Log-probability of every action step under the current policy, whoever chose it."""
-        log_probs = forward(self.model, batch, ("log_probs",), self.plan.token_budget, self.lines.pp)["log_probs"]
+        budget, pp = self.plan.token_budget, self.lines.pp
+        log_probs = forward(self.model, batch, ("log_probs",), budget, pp, self._together)["log_probs"]
         return Batch({"learner_log_probs": log_probs})
 
     @remote(THREE_D, reads=_inputs, writes=("scores",))
     def compute_scores(self, batch: Batch, /) -> Batch:
         """What the reward model that is trained gives to every row."""
-        return Batch({"scores": score_rows(self.model, batch, self.plan.token_budget, self.lines.pp)})
+        budget, pp = self.plan.token_budget, self.lines.pp
+        return Batch({"scores": score_rows(self.model, batch, budget, pp, self._together)})
+
+    @property
+    def _together(self) -> Line:
+        """The ranks whose forwards wait for each other."""
+        return ALONE if self.fsdp is None else self.lines.dp_cp
 
     @control
     def blend(self, source: str, target: str, weight: float) -> None:
@@ -256,7 +286,8 @@ class Learner(Shelved):
         """(all, trained) of the main network, whole."""
         sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
         for name, parameter in self.model.named_parameters():
-            pieces = [parameter] if self.cut is None else owned_pieces(parameter, self.cut.shards[name])
+            sizes_only = torch.empty(parameter.shape, device="meta")
+            pieces = [sizes_only] if self.cut is None else owned_pieces(sizes_only, self.cut.shards[name])
             size = sum(piece.numel() for piece in pieces)
             sizes += sizes.new_tensor([size, size * parameter.requires_grad])
         for line in (self.lines.tp, self.lines.pp):
@@ -269,29 +300,38 @@ class Learner(Shelved):
         """Call ``save`` with the main network on rank 0; of a cut one, with what each rank of the first copy holds, and
         they write it together. Returns its version. Whoever calls this waits until it is done: ``save`` may read what the
         caller then removes."""
-        if self.context.rank == 0 if self.lines.whole else self.lines.dp_cp.index == 0:
-            save(self.model)
+        with self.reading():
+            if self.context.rank == 0 if self.lines.whole else self.lines.dp_cp.index == 0:
+                save(self.model)
         return self.version
 
     @control
     def weights(self) -> dict[str, np.ndarray]:
         """What samplers read, for ``Replica.load``: the main network's parameters and buffers by "<network>/<name>", tied
         ones once; of a pipeline, those of this stage. On a CPU the arrays of a whole model are the weights themselves,
-        which the next update changes."""
-        return {name: as_array(tensor) for name, tensor in self._full(tensors(self.networks, self.main)).items()}
+        which the next update changes. All ranks call it; those of the first block have the weights."""
+        if self.fsdp is None and self.lines.dp_cp.index:
+            return {}
+        full = self._full(tensors(self.networks, self.main))
+        return {} if self.lines.dp_cp.index else {name: as_array(tensor) for name, tensor in full.items()}
 
     def _full(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by "<network>/<name>", full instead of slices."""
-        if self.cut is None:
+        """Tensors by "<network>/<name>", full instead of shards and slices."""
+        if self.cut is None and self.fsdp is None:
             return dict(named)
-        full = self.cut.full({name.partition("/")[2]: tensor for name, tensor in named.items()})
+        full = self._joined({name.partition("/")[2]: tensor for name, tensor in named.items()})
         return {f"{self.main}/{name}": tensor for name, tensor in full.items()}
+
+    def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Full tensors of this rank's shards of slices of the main network."""
+        slices = own if self.fsdp is None else self.fsdp.full(own)
+        return slices if self.cut is None else self.cut.full(slices)
 
     @control
     def save(self, folder: Path) -> dict[str, Any]:
         """Begin to write this rank's part of weights and optimizer to ``folder``; how far they are. All is copied before
         this returns, so updates can go on. See ``saved``."""
-        pieces = kept(self.networks, self.main, self.optimizer, self.lines)
+        pieces = kept(self.networks, self.main, self.optimizer, self.lines, self.fsdp)
         self._writer.start(folder / f"{self.context.rank}.safetensors", pieces)
         return {"version": self.version, "optimizer_steps": self.optimizer.steps}
 
@@ -315,7 +355,7 @@ class Learner(Shelved):
             check_file(folder.parent, file)
         self.version = state["version"]
         with PieceReader(folder) as reader:
-            restore(reader, self.networks, self.main, self.optimizer, state["optimizer_steps"])
+            restore(reader, self.networks, self.main, self.optimizer, state["optimizer_steps"], self.fsdp)
 
 
 def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
@@ -337,9 +377,11 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
-def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int, pp: Line = ALONE) -> dict[str, Ragged]:
+def forward(
+    model: Any, batch: Batch, names: tuple[str, ...], token_budget: int, pp: Line = ALONE, together: Line = ALONE
+) -> dict[str, Ragged]:
     """Outputs of a model without gradients, as time columns with zeros outside the action steps; of a pipeline ``pp``, on
-    its last stage."""
+    its last stage. Ranks whose forwards wait for each other run them ``together``."""
     units, mask = Units.of(batch, "row"), batch.ragged("response_mask")
     pulled = units.load(batch, np.arange(len(units)))
     out = {name: np.zeros(len(mask.values), np.float32) for name in names}
@@ -349,19 +391,28 @@ def forward(model: Any, batch: Batch, names: tuple[str, ...], token_budget: int,
         for name in names:
             out[name][micros[number].units.places.values] = outputs[name].float().cpu().numpy()
 
-    run_microbatches(model, (micro.batch() for micro in micros), keep, pp, train=False)
+    blanks = _most(together, len(micros)) - len(micros)
+    run_microbatches(model, (micro.batch() for micro in micros), keep, pp, train=False, blanks=blanks)
     return {name: mask.like(values) for name, values in out.items()}
 
 
-def score_rows(model: Any, batch: Batch, token_budget: int, pp: Line = ALONE) -> np.ndarray:
-    """``scores`` [B] of a reward model, without gradients; of a pipeline ``pp``, on its last stage."""
+def score_rows(model: Any, batch: Batch, token_budget: int, pp: Line = ALONE, together: Line = ALONE) -> np.ndarray:
+    """``scores`` [B] of a reward model, without gradients; of a pipeline ``pp``, on its last stage. See ``forward``."""
     scores, micros = np.zeros(len(batch), np.float32), list(plan_microbatches(batch.lengths, token_budget))
 
     def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
         scores[micros[number]] = outputs["scores"].cpu().numpy()
 
-    run_microbatches(model, (batch.rows(index) for index in micros), keep, pp, train=False)
+    blanks = _most(together, len(micros)) - len(micros)
+    run_microbatches(model, (batch.rows(index) for index in micros), keep, pp, train=False, blanks=blanks)
     return scores
+
+
+def _most(line: Line, number: int) -> int:
+    """The largest number of the ranks of a line."""
+    numbers = torch.zeros(line.size, dtype=torch.int64)
+    numbers[line.index] = number
+    return int(line.all_reduce(numbers).max())
 
 
 def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:

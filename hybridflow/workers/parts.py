@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridflow.core.batch import Batch
+from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import WorkerContext
 from hybridflow.models.decoder import Decoder, part_shards
 from hybridflow.models.policy import network_shards
@@ -56,13 +58,23 @@ WHOLE = Lines()
 
 
 def run_microbatches(
-    model: Any, batches: Iterable[Batch], use: Use, pp: Line, *, train: bool, read: Callable[[Batch], Any] | None = None
+    model: Any,
+    batches: Iterable[Batch],
+    use: Use,
+    pp: Line,
+    *,
+    train: bool,
+    read: Callable[[Batch], Any] | None = None,
+    blanks: int = 0,
 ) -> dict[int, Any]:
     """``use`` the outputs of every microbatch: its results by number, on the last pipeline stage.
 
     With ``train`` the results are losses, and gradients add up in the parameters. ``read`` replaces ``model.outputs``,
-    where models are whole. Every rank of a pipeline calls this with the same batches.
+    where models are whole. Every rank of a pipeline calls this with the same batches. ``blanks``: run so many microbatches
+    more, which are without influence, because other ranks wait for this one's forwards.
     """
+    if blanks:
+        batches, use = chain(batches, repeat(BLANK, blanks)), partial(_use, use)
     if pp.size > 1:
         return _run_pipeline(model, list(batches), use, pp, train)
     results = {}
@@ -76,22 +88,28 @@ def run_microbatches(
     return results
 
 
+BLANK = Batch({"tokens": Ragged.from_rows([[0, 0]]), "response_mask": Ragged.from_rows([[False, True]])})
+"""One row that any model on tokens can read."""
+
+
+def _use(use: Use, number: int, batch: Batch, outputs: Mapping[str, Tensor]) -> Any:
+    return use(number, batch, outputs) if batch is not BLANK else sum(x.sum() * 0.0 for x in outputs.values())
+
+
 def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: bool) -> dict[int, Any]:
     decoder: Decoder = model.decoder
 
     def stage(number: int, received: Tensor | None) -> Any:
         batch = batches[number]
-        tokens, *rest = model.pack(batch)
-        hidden = decoder(tokens if received is None else received, *rest)
-        return use(number, batch, model.read(hidden, batch)) if decoder.part.last else hidden
+        outputs = model.outputs(batch, received)
+        return use(number, batch, outputs) if decoder.part.last else outputs
 
     def shape_of(number: int) -> tuple[int, ...]:
         tokens = num_own(batches[number].lengths, decoder.part.cp)
         return decoder.num_states(tokens), decoder.spec.hidden_size
 
     plan = one_f_one_b(pp.size, len(batches)) if train else forward_only(pp.size, 1, len(batches))
-    like = decoder.anchor
-    wire = Wire(pp.group, pp.index, pp.size, shape_of, like.dtype, like.device, pp.traffic)
+    wire = Wire(pp.group, pp.index, pp.size, shape_of, decoder.dtype, decoder.anchor.device, pp.traffic)
     return run_pipeline(plan, [stage], wire)
 
 

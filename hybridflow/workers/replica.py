@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -50,6 +51,10 @@ class Replica:
             for target, array in _pairs(tensor, weights[name], self._shards.get(name)):
                 target.copy_(torch.tensor(array).view(tensor.dtype))
         self.version = version
+
+    def reading(self) -> AbstractContextManager[None]:
+        """See ``PolicySource``."""
+        return nullcontext()
 
     def _full_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self._shards[name].shape if name in self._shards else tuple(tensor.shape)

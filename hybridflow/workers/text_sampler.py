@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -31,6 +32,10 @@ class PolicySource(Protocol):
     networks: dict[str, nn.Module]
     version: int
     lines: Lines
+
+    def reading(self) -> AbstractContextManager[None]:
+        """The networks are only to be read within it; all workers of the source enter it together."""
+        ...
 
 
 class RolloutEngine(Protocol):
@@ -81,16 +86,17 @@ class TextSampler:
             "decode": self.tokenizer.decode,
         }
         self.engine: RolloutEngine
-        if self.engine_name == "vllm":
-            if not source.lines.whole:
-                cut = f"tp {source.lines.tp.size}, pp {source.lines.pp.size}"
-                raise UserError(
-                    f'generation.engine: "vllm" draws from whole models, not from cut ones ({cut}); use "hybridflow"'
-                )
-            self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
-        else:
-            engine = self.engine = Engine(policy.decoder, precision=self.precision, pp=source.lines.pp, **args)
-            engine.between_steps = self.context.breathe
+        if self.engine_name == "vllm" and not source.lines.whole:
+            cut = f"tp {source.lines.tp.size}, pp {source.lines.pp.size}"
+            raise UserError(
+                f'generation.engine: "vllm" draws from whole models, not from cut ones ({cut}); use "hybridflow"'
+            )
+        with source.reading():
+            if self.engine_name == "vllm":
+                self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
+            else:
+                engine = self.engine = Engine(policy.decoder, precision=self.precision, pp=source.lines.pp, **args)
+                engine.between_steps = self.context.breathe
 
     @control
     def close(self) -> None:
@@ -114,7 +120,8 @@ class TextSampler:
         requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
         self.engine.version = self.source.version
         preempted = self.engine.num_preempted
-        done = self.engine.generate(requests, params or self.params)
+        with self.source.reading():
+            done = self.engine.generate(requests, params or self.params)
         self._observe(done, self.engine.num_preempted - preempted, params is None)
         return Batch(
             {

@@ -16,20 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hybridflow.parallel.shard import Shard, cuts
+from hybridflow.parallel.shard import cuts, run_of, whole
 from hybridflow.parallel.tensor import gradient_norm, in_order
 from hybridflow.workers.optimizer import MOMENTS, Optimizer, OptimizerConfig, sum_in_fp32
 from hybridflow.workers.parts import Cut, Lines
 
 __all__ = ["ShardMode", "ShardedOptimizer", "sharded_bytes", "share_out"]
 
-ShardMode = Literal["none", "zero1"]
+ShardMode = Literal["none", "zero1", "fsdp"]
 
 # A CPU rounds the last numbers of a tensor, which fill no register, in another way. With cuts at whole registers (64 bytes)
 # they stay the same ones, and so do all steps, bit for bit.
@@ -84,7 +83,8 @@ class ShardedOptimizer(Optimizer):
         self.lines, self._anchor = lines, next(module.parameters())
         super().__init__(module, config, total_steps, cut)
         self._owned = {
-            name: _all_of(len(run)) if cut is None else owned_of(cut.shards[name], run) for name, run in self.share.items()
+            name: run_of(whole(self.parameters[name].shape) if cut is None else cut.shards[name], run)
+            for name, run in self.share.items()
         }
 
     def _make_masters(self) -> dict[str, Tensor]:
@@ -195,21 +195,6 @@ class ShardedOptimizer(Optimizer):
 
     def _kept(self, name: str, tensor: Tensor | None) -> Tensor:
         return _piece(self._row(name, super()._kept(name, tensor)), self.share[name]).clone()
-
-
-def owned_of(shard: Shard, run: range) -> Shard:
-    """A ``run`` of the numbers of a shard, as a vector of which the rank owns what it owns of the shard."""
-    if all(shard.owned):
-        return _all_of(len(run))
-    assert shard.dim == 0, "what is cut along columns has one owner"
-    width = prod(shard.shape[1:])
-    places = ((range(p.start * width, p.stop * width), own) for _, p, own in shard.places)
-    kept = [(range(max(p.start, run.start), min(p.stop, run.stop)), own) for p, own in places]
-    return Shard((len(run),), 0, tuple(p for p, _ in kept if p), tuple(own for p, own in kept if p))
-
-
-def _all_of(length: int) -> Shard:
-    return Shard((length,), 0, (range(length),), (True,))
 
 
 def _piece(row: Tensor, run: range) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +27,8 @@ def sampler(kv_cache_gb: float | None = None) -> TextSampler:
     params = SamplingParams(max_new_tokens=6)
     settings = {"tokenizer": tokenizer, "params": params, "seed": 1, "max_slots": 3, "kv_cache_gb": kv_cache_gb}
     made = TextSampler(WorkerContext(), **settings)
-    made.attach(SimpleNamespace(networks={"policy": TextPolicy(decoder())}, version=4, lines=WHOLE))
+    source = {"networks": {"policy": TextPolicy(decoder())}, "version": 4, "lines": WHOLE, "reading": nullcontext}
+    made.attach(SimpleNamespace(**source))
     return made
 
 

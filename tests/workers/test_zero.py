@@ -32,11 +32,11 @@ from hybridflow.core.roles import WorkerContext
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.parallel.mesh import Line, ProcessMesh
-from hybridflow.parallel.shard import Shard
+from hybridflow.parallel.shard import Shard, run_of
 from hybridflow.workers.learner import Learner, UpdatePlan
 from hybridflow.workers.optimizer import MOMENTS, Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Lines
-from hybridflow.workers.zero import ShardedOptimizer, ShardMode, owned_of, sharded_bytes, share_out
+from hybridflow.workers.zero import ShardedOptimizer, ShardMode, sharded_bytes, share_out
 
 pytestmark = pytest.mark.slow
 
@@ -404,10 +404,11 @@ def test_a_run_of_a_shard_is_owned_where_the_shard_is(data: Any, rows: list[tupl
     shard = Shard((total, width), 0, ranges, tuple(own for _, own in rows))
     start = data.draw(st.integers(0, total * width - 1))
     run = range(start, data.draw(st.integers(start + 1, total * width)))
-    flat = owned_of(shard, run)
+    flat = run_of(shard, run)
     owned = [own for _, place, own in flat.places for _ in place]
     assert owned == [own for n, own in rows for _ in range(n * width)][run.start : run.stop]
-    assert flat.shape == (len(run),) == (sum(map(len, flat.ranges)),)
+    assert sum(map(len, flat.ranges)) == len(run)
+    assert all(flat.owned) or [i for cut in flat.ranges for i in cut] == list(run)
 
 
 def test_one_process_has_nothing_to_share_out() -> None:
