@@ -142,7 +142,7 @@ def generate(way: Way, model: Decoder, pp: Line = ALONE) -> Drawn:
     if way.positions is not None:
         settings["kv_cache_gb"] = way.positions * Engine(model, **settings).position_bytes / 1e9
     engine = Engine(model, **settings)
-    with mock.patch.object(weights, "_MIN_STEPS", 1 if way.repacks else 1000):
+    with mock.patch.object(weights, "MIN_STEPS", 1 if way.repacks else 1000):
         completions = engine.generate(requests(way.params.max_new_tokens), way.params)
     return Drawn(completions, {"preempted": engine.num_preempted, "reused": engine.num_reused, "steps": engine.num_steps})
 
