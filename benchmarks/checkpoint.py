@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py [--model 20M] [--sections step,memory] [--rounds 5] [--folder FOLDER] [--json]
 
 ``step``: an optimizer step by itself, after a save that is waited for, and beside one that is written meanwhile; the three
-take turns in one process, of one thread for training. Seconds from before the save to the end of the step, medians, and
-CPU-seconds, in which those of the writing thread are counted until the file is on disk.
+take turns in one process, of one thread for training. Medians of the seconds before the step begins, of those that the step
+itself takes longer, and CPU-seconds, in which those of the writing thread are counted until the file is on disk.
 
 ``memory``: on pp 2 x tp 2, four processes: how far the resident memory of each grows while it saves, and while all export,
 against what it writes and against the model.
@@ -45,7 +45,7 @@ def spec_of(model: str) -> DecoderSpec:
 def step(args: argparse.Namespace) -> Iterator[Row]:
     one = on_mesh(partial(networks_of, spec_of(args.model)), Mesh(), 0, {})
     assert one is not None
-    batch = rows(16, one.model.decoder.spec.vocab_size, varied=True)
+    batch = rows(args.rows, one.model.decoder.spec.vocab_size, varied=True)
     learn = partial(one.update, batch, ppo_clip.bind(clip=0.2))
     learn()
     found: dict[str, list[tuple[float, float, float]]] = {"step": [], "saved first": [], "saved meanwhile": []}
@@ -53,33 +53,33 @@ def step(args: argparse.Namespace) -> Iterator[Row]:
         for kind, times in found.items():
             times.append(measured(one, learn, kind, args.folder))
     medians = {kind: [statistics.median(column) for column in zip(*times, strict=True)] for kind, times in found.items()}
-    alone = medians["step"]
+    _, alone, cpu = medians.pop("step")
     yield {
         "section": "step",
         "model": args.model,
         "bytes": sum(path.stat().st_size for path in args.folder.rglob("*.safetensors")),
-        "step_s": alone[0],
-        "lost_s": {kind: wall - alone[0] for kind, (wall, _, _) in medians.items() if kind != "step"},
-        "lost_cpu_s": {kind: cpu - alone[1] for kind, (_, cpu, _) in medians.items() if kind != "step"},
-        "save_returns_after_s": medians["saved meanwhile"][2],
+        "step_s": alone,
+        "waits_s": {kind: waits for kind, (waits, _, _) in medians.items()},
+        "slower_s": {kind: step - alone for kind, (_, step, _) in medians.items()},
+        "cpu_s": {kind: total - cpu for kind, (_, _, total) in medians.items()},
     }
 
 
 def measured(one: Learner, learn: Callable[[], Any], kind: str, folder: Path) -> tuple[float, float, float]:
-    """(seconds until the step is done, CPU-seconds until all is, seconds until ``save`` returned)"""
+    """(seconds until the step begins, seconds of the step, CPU-seconds until all is done)"""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.sync()
     start, cpu = time.perf_counter(), time.process_time()
     if kind != "step":
         one.save(folder / "actor")
-    returned = time.perf_counter() - start
     if kind == "saved first":
         one.saved(True)
+    begun = time.perf_counter()
     learn()
-    wall = time.perf_counter() - start
+    done = time.perf_counter()
     one.saved(True)
-    return wall, time.process_time() - cpu, returned
+    return begun - start, done - begun, time.process_time() - cpu
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
@@ -120,12 +120,11 @@ class Peak:
 
 def line_of(row: Row) -> str:
     if row["section"] == "step":
-        lost = {kind: (seconds, row["lost_cpu_s"][kind]) for kind, seconds in row["lost_s"].items()}
-        told = ", ".join(f"{kind} + {wall:.2f} s (+ {cpu:.2f} CPU-s)" for kind, (wall, cpu) in lost.items())
-        return (
-            f"{row['model']}, {row['bytes'] / 2**20:.0f} MiB, a step of {row['step_s']:.2f} s: {told}; "
-            f"save returns after {row['save_returns_after_s']:.2f} s"
+        told = ", ".join(
+            f"{kind}: it waits {waits:.2f} s, takes {row['slower_s'][kind]:+.2f} s, {row['cpu_s'][kind]:.2f} CPU-s in all"
+            for kind, waits in row["waits_s"].items()
         )
+        return f"{row['model']}, {row['bytes'] / 2**20:.0f} MiB, a step of {row['step_s']:.2f} s; {told}"
     keys = ("size", "held", "written", "saving", "exporting", "largest_tensor")
     size, held, written, saving, exporting, largest = (f"{row[key] / 2**20:.0f}" for key in keys)
     return (
@@ -138,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="20M", help="5M, 20M, ... or 135M")
     parser.add_argument("--sections", default="step,memory")
+    parser.add_argument("--rows", type=int, default=16, help="of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
