@@ -91,6 +91,7 @@ def _bytes(need: Need, name: str) -> int:
 def _notes(found: Sequence[Need]) -> Iterator[str]:
     yield ""
     yield "Responses are taken to be as long as they may, and rows of a microbatch to be equally long. Not counted: what"
-    yield "libraries take, 0.2 GB of it when training begins; text, reward functions, and freed memory that malloc keeps."
+    yield "libraries take, 0.2 GB of it when training begins; text, reward functions, and freed memory that malloc keeps;"
+    yield "and, while a checkpoint is written, a copy of the weights and the optimizer's states that the process writes."
     if any(not need.footprint.working for need in found):
         yield "Of networks for environments and of vLLM, activations and caches are not counted."
