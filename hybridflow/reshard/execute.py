@@ -27,7 +27,7 @@ from hybridflow.reshard.layout import slices, total
 from hybridflow.reshard.memory import Arena, Memory, Reallocated, Slot
 from hybridflow.reshard.plan import Account, Move, Plan, make_plan
 
-__all__ = ["HybridWeights", "Transition", "exchange"]
+__all__ = ["HybridWeights", "Transition", "exchange", "publish"]
 
 BUCKET = 32 * 2**20
 UNDER_WAY = 2  # buckets
@@ -151,6 +151,28 @@ class HybridWeights:
 
     def _finish(self, start: float, sent: int, received: int) -> None:
         self.transition = Transition(time.perf_counter() - start, sent, received, self.memory.peak, self._redundant)
+
+
+@torch.no_grad()
+def publish(plan: Plan, rank: int, decoder: Decoder, dtype: torch.dtype) -> Transition:
+    """Copy the weights of a model that trains into models on other devices, by a plan of "publish" that all ranks have.
+
+    decoder: the part that this rank trains, or generates with, then with weights of ``dtype``. Row-parallel weights of the
+    latter are stored transposed from the first time on, so that nothing is held twice.
+    """
+    start, parameters = time.perf_counter(), dict(decoder.named_parameters())
+
+    def flat(name: str) -> Tensor:
+        lying = parameters[name].detach() if decoder.shards[name].dim == 0 else parameters[name].detach().t()
+        return lying.reshape(-1)
+
+    if rank in plan.generation:
+        for name, parameter in parameters.items():
+            if decoder.shards[name].dim == 1 and not parameter.t().is_contiguous():
+                parameter.data = parameter.data.t().contiguous().t()
+    sent, received = exchange(plan.moves(rank), rank, flat, flat, dtype)
+    account = next(account for account in plan.accounts if account.rank == rank)
+    return Transition(time.perf_counter() - start, sent, received, account.peak.total, account.redundant.total)
 
 
 def exchange(

@@ -307,9 +307,15 @@ class Plan:
 
 
 def make_plan(
-    spec: DecoderSpec, mesh: Mesh, strategy: Strategy = "hybridflow", *, itemsizes: tuple[int, int] = (2, 2)
+    spec: DecoderSpec,
+    mesh: Mesh,
+    strategy: Strategy = "hybridflow",
+    *,
+    itemsizes: tuple[int, int] = (2, 2),
+    other: Mesh | None = None,
 ) -> Plan:
-    """The plan from training on ``mesh`` to generation as it says. ``itemsizes``: bytes of a number in both.
+    """The plan from training on ``mesh`` to generation as it says. ``itemsizes``: bytes of a number in both. ``other``: the
+    mesh of other devices, by default as many as train, with replicas of generation's size.
 
     Where t_g divides t and p_g divides p, ``hybridflow`` holds nothing twice; else some ranks keep a training slice that is
     in none of their generation slices. Raises UserError: the model is too small for the mesh.
@@ -319,9 +325,9 @@ def make_plan(
     size, per_block = mesh.size, mesh.tp * mesh.pp
     if strategy in ELSEWHERE:
         generation_tp, generation_pp = mesh.generation
-        other = Mesh(dp=mesh.num_replicas, tp=generation_tp, pp=generation_pp)
-        generation = {size + rank: place for rank, place in enumerate(training_places(other))}
-        block = {size + rank: other.coordinates(rank)[0] % mesh.dp for rank in range(size)}
+        there = (other or Mesh(dp=mesh.num_replicas, tp=generation_tp, pp=generation_pp)).by_copies
+        generation = {size + rank: place for rank, place in enumerate(training_places(there))}
+        block = {size + rank: there.coordinates(rank)[0] % mesh.dp for rank in range(there.size)}
         near: dict[int, frozenset[int]] = dict.fromkeys(generation, frozenset())
     else:
         grouping: Grouping = "hybridflow" if strategy == "hybridflow" else "vanilla"

@@ -21,11 +21,12 @@ from hybridflow.core.seeding import torch_generator
 from hybridflow.models.decoder import CausalAttention, Decoder, Part
 from hybridflow.models.layout import decoder_shards
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.parallel.mesh import ProcessMesh
+from hybridflow.parallel.mesh import Line, ProcessMesh
 from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
-from hybridflow.reshard.execute import HybridWeights
+from hybridflow.reshard.execute import HybridWeights, publish
 from hybridflow.reshard.memory import Arena, Reallocated
+from hybridflow.reshard.plan import make_plan
 
 SIZE = 8
 SPECS = {
@@ -95,7 +96,7 @@ def values(spec: DecoderSpec, name: str, dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, generator=torch_generator(0, "test", name, *shape)) * 0.2).bfloat16().to(dtype)
 
 
-def training_decoder(spec: DecoderSpec, lines: ProcessMesh, dtype: torch.dtype) -> Decoder:
+def training_decoder(spec: DecoderSpec, lines: ProcessMesh | Place, dtype: torch.dtype) -> Decoder:
     mesh, stage = lines.mesh, lines.pp.index
     part = Part(cuts(spec.num_layers, mesh.pp)[stage], stage == 0, stage == mesh.pp - 1, tp=lines.tp)
     decoder = Decoder(spec, part).to(dtype)
@@ -165,13 +166,54 @@ def run(case: Case, rank: int, groups: dict[tuple[int, ...], dist.ProcessGroup])
     return Found(exact, measured, planned, difference)
 
 
-def run_all(cases: list[Case], rank: int) -> list[Found | None]:
+def run_all(cases: list[Case], rank: int) -> list[Any]:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    return [run(case, rank, groups) for case in cases]
+    return [*(run(case, rank, groups) for case in cases), *(published(*case, rank) for case in ELSEWHERE)]
+
+
+ELSEWHERE = [
+    ("llama", Mesh(1, 2, 2), Mesh(2, 2), torch.float32),
+    ("qwen2", Mesh(2, 2), Mesh(1, 1, 4), torch.bfloat16),
+    ("odd", Mesh(1, 3), Mesh(1, 5), torch.float32),
+]
+"""Models that train on the first ranks and generate on the ones behind them."""
+
+
+class Place(NamedTuple):
+    """As much of a ``ProcessMesh`` as tells a part."""
+
+    mesh: Mesh
+    pp: Line
+    tp: Line
+
+    @staticmethod
+    def of(mesh: Mesh, rank: int) -> Place:
+        _, p, t = mesh.coordinates(rank)
+        return Place(mesh, Line(mesh.pp, p), Line(mesh.tp, t))
+
+
+def published(name: str, mesh: Mesh, other: Mesh, dtype: torch.dtype, rank: int) -> Found:
+    """The slices of another mesh are those of the weights, twice."""
+    spec, trains = SPECS[name], rank < mesh.size
+    place = Place.of(mesh, rank) if trains else Place.of(other, rank - mesh.size)
+    decoder = training_decoder(spec, place, torch.float32 if trains else dtype)
+    if not trains:
+        for parameter in decoder.parameters():
+            parameter.data.zero_()
+    plan, exact = make_plan(spec, mesh, "publish", itemsizes=(4, dtype.itemsize), other=other), dict[str, bool]()
+    for scale in (1, 2):
+        found = publish(plan, rank, decoder, dtype)
+        exact[f"published {scale}"] = same(decoder, torch.float32 if trains else dtype, scale)
+        if trains:
+            double(decoder)
+    account = plan.accounts[rank]
+    return Found(exact, (found.sent, found.received), (account.sent.total, account.received.total), 0.0)
 
 
 def check(cases: list[Case], folder: Path) -> None:
     results: list[list[Any]] = in_processes(partial(run_all, cases), SIZE, folder)
+    for found in (found for ranks in results for found in ranks[len(cases) :]):
+        assert all(found.exact.values()) and found.bytes == found.planned, found
     for number, case in enumerate(cases):
         ranks = [found[number] for found in results if found[number] is not None]
         assert len(ranks) == case.mesh.size
@@ -187,7 +229,8 @@ def check(cases: list[Case], folder: Path) -> None:
                 assert found.planned[3] <= found.bytes[3] <= found.planned[3] + largest, where
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_weights_and_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
     check(FEW, tmp_path)
 
