@@ -105,7 +105,7 @@ class Learner(Shelved):
         shard: ShardMode = "none",
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
-        self.lines, self._recipe = Lines.of(context), networks
+        self.lines = Lines.of(context)
         self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
