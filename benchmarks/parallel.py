@@ -115,12 +115,19 @@ FRESH = {
     "num_heads": 8,
     "num_kv_heads": 2,
 }
-HELD = (
-    ("fresh", "float32", Mesh(tp=2)),
-    ("fresh", "float32", Mesh(pp=2)),
-    ("fresh", "bfloat16", Mesh(tp=2, pp=2)),
-    ("smollm2-135m", "float32", Mesh(tp=2)),
-    ("smollm2-135m", "bfloat16", Mesh(pp=2)),
+HELD: tuple[tuple[str, str, Mesh, ShardMode], ...] = (
+    ("fresh", "float32", Mesh(tp=2), "none"),
+    ("fresh", "float32", Mesh(pp=2), "none"),
+    ("fresh", "bfloat16", Mesh(tp=2, pp=2), "none"),
+    ("fresh", "float32", Mesh(dp=4), "none"),
+    ("fresh", "float32", Mesh(dp=4), "zero1"),
+    ("fresh", "float32", Mesh(dp=4), "fsdp"),
+    ("fresh", "bfloat16", Mesh(dp=4), "none"),
+    ("fresh", "bfloat16", Mesh(dp=4), "zero1"),
+    ("fresh", "bfloat16", Mesh(dp=4), "fsdp"),
+    ("fresh", "bfloat16", Mesh(dp=2, tp=2), "fsdp"),
+    ("smollm2-135m", "float32", Mesh(tp=2), "none"),
+    ("smollm2-135m", "bfloat16", Mesh(pp=2), "none"),
 )
 PEAKS = (
     ("20M", "float32", Mesh(), {"budget": 4096}),
@@ -506,13 +513,13 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
     """Bytes of the rank that holds most, counted after a step, against the call graph's."""
     for ranks in zip(*in_processes(count_memory, 4), strict=True):
         counted = max((rank["bytes"] for rank in ranks if rank["bytes"]), key=lambda held: sum(held.values()))
-        mesh, model, dtype = (ranks[0][key] for key in ("mesh", "model", "dtype"))
-        predicted = predict(model, dtype, mesh)
+        mesh, model, dtype, shard = (ranks[0][key] for key in ("mesh", "model", "dtype", "shard"))
+        predicted = predict(model, dtype, mesh, shard)
         yield {
             "section": "memory",
             "model": model,
             "dtype": dtype,
-            "mesh": f"tp {mesh.tp}, pp {mesh.pp}",
+            "mesh": f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, shard {shard}",
             "counted": counted,
             "predicted": predicted,
             "ratio": sum(counted.values()) / sum(predicted.values()),
@@ -520,13 +527,13 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
         }
 
 
-def configuration(model: str, dtype: str, mesh: Mesh) -> RunConfig:
+def configuration(model: str, dtype: str, mesh: Mesh, shard: ShardMode) -> RunConfig:
     size = {"fresh": FRESH} if model == "fresh" else {"model": model}
     return validate(
         {
             "algorithm": "grpo",
             "run_dir": "unused",
-            "actor": {**size, "dtype": dtype, "mesh": {"tp": mesh.tp, "pp": mesh.pp}},
+            "actor": {**size, "dtype": dtype, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "shard": shard}},
             "data": {"task": "addition", "options": {"format": "compact"}},
             "generation": {"max_new_tokens": 8},
             "train": {"group_size": 2},
@@ -537,32 +544,46 @@ def configuration(model: str, dtype: str, mesh: Mesh) -> RunConfig:
     )
 
 
-def predict(model: str, dtype: str, mesh: Mesh) -> dict[str, int]:
+def predict(model: str, dtype: str, mesh: Mesh, shard: ShardMode) -> dict[str, int]:
     """What ``hybridflow graph`` says that a rank of the actor holds."""
-    role = next(role for role in trace(configuration(model, dtype, mesh)).roles if role.name == "actor")
+    role = next(role for role in trace(configuration(model, dtype, mesh, shard)).roles if role.name == "actor")
     return {"weights": role.weight_bytes, "gradients": role.gradient_bytes, "optimizer": role.optimizer_bytes}
 
 
 def count_memory(rank: int) -> list[Row]:
     found, groups = [], {}
-    for model, dtype, mesh in HELD:
-        config = configuration(model, dtype, mesh)
+    for model, dtype, mesh, shard in HELD:
+        config = configuration(model, dtype, mesh, shard)
         tokenizer = actor_tokenizer(config.actor, alphabet="0123456789+=")
         source = decoder_source(config.actor, config, tokenizer.vocab_size)
         networks = text_networks(partial(policy_networks, source, 1.0), "policy", model)
-        worker = on_mesh(lambda networks=networks: networks, mesh, rank, groups)
-        row: Row = {"model": model, "dtype": dtype, "mesh": mesh, "bytes": {}}
+        worker = on_mesh(lambda networks=networks: networks, mesh, rank, groups, shard)
+        row: Row = {"model": model, "dtype": dtype, "mesh": mesh, "shard": shard, "bytes": {}}
         if worker is not None:
+            added = gradients_added_up(worker)
             worker.update(rows(4, tokenizer.vocab_size, varied=True), ppo_clip.bind(clip=CLIP))
-            row["bytes"] = held_bytes(worker)
+            held = held_bytes(worker)
+            row["bytes"] = held | {"gradients": max(held["gradients"], *added)}
         found.append(row)
+    return found
+
+
+def gradients_added_up(worker: Learner) -> list[int]:
+    """For every minibatch from now on, the bytes of the gradients before they are reduced."""
+    reduce, found = worker.optimizer.reduce_gradients, list[int]()
+
+    def counted(over_ranks: Any) -> None:
+        found.append(sum(gradient.nbytes for gradient in worker.optimizer._gradients().values()))
+        reduce(over_ranks)
+
+    worker.optimizer.reduce_gradients = counted
     return found
 
 
 def held_bytes(worker: Learner) -> dict[str, int]:
     gradients = [master.grad for master in worker.optimizer.masters.values()]
     tensors = {
-        "weights": all_tensors(*worker.networks.values()),
+        "weights": all_tensors(*worker.networks.values()) if worker.fsdp is None else worker.fsdp.tensors(),
         "gradients": (gradient for gradient in gradients if gradient is not None),
         "optimizer": worker.optimizer.tensors(),
     }
