@@ -73,7 +73,7 @@ def _text(config: RunConfig, found: Sequence[Need], peaks: dict[str, int], measu
     if measured is not None:
         share = measured / max(peaks.values())
         yield f"measured: {memory(measured)}, {share:.2f} of that, by the process whose memory has grown most"
-    yield from _notes(found)
+    yield from _notes(config, found)
 
 
 def _row(need: Need, names: Sequence[str]) -> tuple[str, ...]:
@@ -88,10 +88,12 @@ def _bytes(need: Need, name: str) -> int:
     return int(size)
 
 
-def _notes(found: Sequence[Need]) -> Iterator[str]:
+def _notes(config: RunConfig, found: Sequence[Need]) -> Iterator[str]:
     yield ""
     yield "Responses are taken to be as long as they may, and rows of a microbatch to be equally long. Not counted: what"
     yield "libraries take, 0.2 GB of it when training begins; text, reward functions, and freed memory that malloc keeps;"
     yield "and, while a checkpoint is written, a copy of the weights and the optimizer's states that the process writes."
+    if "fsdp" in (config.actor.mesh.shard, config.critic.mesh.shard):
+        yield "With FSDP, the weights of the layer that runs, which are gathered for it, are not counted."
     if any(not need.footprint.working for need in found):
         yield "Of networks for environments and of vLLM, activations and caches are not counted."
