@@ -138,6 +138,8 @@ PEAKS = (
     ("135M", "bfloat16", Mesh(), {"budget": 512}),
     ("20M", "float32", Mesh(dp=2), {"budget": 512}),
     ("20M", "float32", Mesh(dp=2), {"budget": 512, "shard": "zero1"}),
+    ("20M", "float32", Mesh(dp=2), {"budget": 512, "shard": "fsdp"}),
+    ("20M", "bfloat16", Mesh(dp=2), {"budget": 512, "shard": "fsdp"}),
     ("20M", "float32", Mesh(tp=2), {"budget": 512}),
     ("20M", "float32", Mesh(pp=2), {"budget": 512}),
 )

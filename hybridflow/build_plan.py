@@ -32,6 +32,7 @@ from hybridflow.planner.memory import (
     peak_bytes,
     repacked_bytes,
 )
+from hybridflow.workers.fsdp import gathered_bytes
 from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
 
@@ -174,18 +175,20 @@ def rank_need(
     whole, recomputed = (activation_bytes(replace(stage, checkpointing=c), batch) for c in (False, True))
     gradients = size.gradient_bytes
     messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
-    summed = 0
-    if mesh.copies > 1:
+    summed = beside = 0
+    if mesh.copies > 1 and args["shard"] == "fsdp":
+        beside, summed = gathered_bytes(args["networks"].at(lines)[args["networks"].main], mesh.copies)
+    elif mesh.copies > 1:
         summed = gradients if args["shard"] == "none" else gradients + gradients // mesh.copies
-    learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages
-    working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + forward)
+    learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages + beside
+    working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + beside + forward)
     return batch, replace(
         footprint,
         activations=in_flight * whole,
         checkpointed=in_flight * recomputed,
         forward=forward,
         head=head_buffer_bytes(stage, batch.actions, train=True),
-        communication=max(summed, messages),
+        communication=max(summed, messages, beside),
         working=max(0, working_bytes - gradients),
     )
 

@@ -36,7 +36,7 @@ from hybridflow.parallel.tensor import gradient_norm, sum_shared
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Cut, Lines
 
-__all__ = ["FsdpNetwork", "FsdpOptimizer", "fsdp_bytes", "runs"]
+__all__ = ["FsdpNetwork", "FsdpOptimizer", "fsdp_bytes", "gathered_bytes", "runs"]
 
 
 def runs(shape: Sequence[int], ranks: int) -> list[range]:
@@ -54,6 +54,19 @@ def fsdp_bytes(module: nn.Module, ranks: int) -> tuple[int, int, int]:
     pairs = zip(sizes, parameters, strict=True)
     frozen = sum(size * x.element_size() for size, x in pairs if not x.requires_grad)
     return 4 * trained + frozen, 4 * trained, 8 * trained
+
+
+def gathered_bytes(network: nn.Module, ranks: int) -> tuple[int, int]:
+    """What is whole at a time: (beside the activations, at the end of a backward pass).
+
+    Beside them the weights of the root and of two layers, one of which has come before it is needed, and in fp32 what a
+    layer's gradients are reduced from and what comes of the other ranks; at the end the same of the root.
+    """
+    decoder = cast(Decoder, network.decoder)
+    size, layers = decoder.anchor.element_size(), [sum(x.numel() for x in layer.parameters()) for layer in decoder.layers]
+    root = sum(parameter.numel() for parameter in network.parameters()) - sum(layers)
+    layer = max(layers)
+    return size * (root + 2 * layer) + 8 * layer, 8 * root + 8 * root // ranks
 
 
 class FsdpNetwork:
