@@ -93,7 +93,5 @@ def _notes(config: RunConfig, found: Sequence[Need]) -> Iterator[str]:
     yield "Responses are taken to be as long as they may, and rows of a microbatch to be equally long. Not counted: what"
     yield "libraries take, 0.2 GB of it when training begins; text, reward functions, and freed memory that malloc keeps;"
     yield "and, while a checkpoint is written, a copy of the weights and the optimizer's states that the process writes."
-    if "fsdp" in (config.actor.mesh.shard, config.critic.mesh.shard):
-        yield "With FSDP, the weights of the layer that runs, which are gathered for it, are not counted."
     if any(not need.footprint.working for need in found):
         yield "Of networks for environments and of vLLM, activations and caches are not counted."

@@ -38,7 +38,7 @@ from hybridflow.workers.optimizer import MOMENTS, Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode, sharded_bytes, share_out
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORLD = 4
 MESHES = {
