@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,14 @@ from hybridflow.parallel.mesh import Line
 
 __all__ = ["ContextAttention"]
 
+QUERIES = 256
+"""Most tokens of a sequence that attend at once: they all meet the keys up to the last of them. With so few, ranks of 4,096
+tokens compute no more than causal attention does; with whole parts of a sequence, two ranks compute a fifth more."""
+
 
 @dataclass(frozen=True)
-class _Part:
-    """One part of every sequence, padded. Its queries are the ``tokens`` [m] of this rank's, at the ``slots`` [m] of
+class _Piece:
+    """A piece of every sequence, padded. Its queries are the ``tokens`` [m] of this rank's, at the ``slots`` [m] of
     [B, W], of each sequence from ``starts`` [B] on. They attend to some of the first ``width`` keys of their sequence.
 
     Queries lie backwards, so that query i of the W sees the keys before start + W - i: a mask of which every row is the
@@ -51,8 +57,6 @@ class ContextAttention:
         self.dealt = Dealt(holders(lengths, line.size), line)
         self.rows, self.places = np.repeat(np.arange(len(lengths)), lengths), positions_of(lengths)
         self.positions = self._index(self.places[self.dealt.own])
-        self._whole: tuple[CausalAttention, Tensor, Tensor] | None = None
-        self._gathered: tuple[list[_Part], Tensor] | None = None
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,55 +66,67 @@ class ContextAttention:
 
     def exchange(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Some heads of all tokens."""
-        if self._whole is None:
-            causal = CausalAttention(torch.from_numpy(self.lengths).to(self.device))
-            self._whole = causal, self.dealt.places.to(self.device), self.dealt.order.to(self.device)
-        causal, places, order = self._whole
-        heads = HeadExchange(self.dealt, q.shape[1], k.shape[1])
+        heads, (causal, places, order) = HeadExchange(self.dealt, q.shape[1], k.shape[1]), self._causal
         attended = causal(layer, *(x[places] for x in heads.to_heads(q, k, v)))
         return heads.to_tokens(attended[order])
 
     def gather(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All heads of this rank's tokens, over the keys and values of all. A rank without tokens attends with zeros, so
         that it takes part in the backward pass, too."""
-        if self._gathered is None:
-            self._gathered = self._parts(), self._slots()
-        parts, slots = self._gathered
-        batch, width = len(self.lengths), int(self.lengths.max(initial=1))
+        batch, width = len(self.lengths), self.width
         dtype, gqa = computed_in(q, width), q.shape[1] != k.shape[1]
         gathered = self.dealt.gather(torch.cat([k, v], dim=1)).to(dtype)
         kv = gathered.new_zeros(batch * width, *gathered.shape[1:])
-        kv[slots] = gathered
+        kv[self._slots] = gathered
         k, v = kv.view(batch, width, *kv.shape[1:]).transpose(1, 2).chunk(2, dim=1)  # [B, K, T, E]
-        out = torch.empty_like(q)
-        for number, part in enumerate(parts):
-            padded = q.new_zeros(batch * part.queries, *q.shape[1:], dtype=dtype)
-            padded[part.slots] = q[part.tokens].to(dtype)
-            padded = padded.view(batch, part.queries, *q.shape[1:]).transpose(1, 2)
+        out = []
+        for number, piece in enumerate(self._pieces):
+            padded = q.new_zeros(batch * piece.queries, *q.shape[1:], dtype=dtype)
+            padded[piece.slots] = q[piece.tokens].to(dtype)
+            padded = padded.view(batch, piece.queries, *q.shape[1:]).transpose(1, 2)
             if (number, dtype) not in self._masks:
-                self._masks[number, dtype] = part.mask(padded)
-            mask, seen = self._masks[number, dtype], slice(part.width)
+                self._masks[number, dtype] = piece.mask(padded)
+            mask, seen = self._masks[number, dtype], slice(piece.width)
             attended = F.scaled_dot_product_attention(padded, k[:, :, seen], v[:, :, seen], mask, enable_gqa=gqa)
-            out[part.tokens] = attended.transpose(1, 2).flatten(0, 1)[part.slots].to(q.dtype)
-        return out
+            out.append(attended.transpose(1, 2).flatten(0, 1)[piece.slots].to(q.dtype))
+        return torch.cat(out)[self._order]
 
-    def _parts(self) -> list[_Part]:
-        """The two parts that this rank has of every sequence."""
-        parts, own = 2 * self.line.size, self.dealt.own
+    @property
+    def width(self) -> int:
+        """Of the longest sequence."""
+        return int(self.lengths.max(initial=1))
+
+    @cached_property
+    def _causal(self) -> tuple[CausalAttention, Tensor, Tensor]:
+        """Attention of whole sequences, and the ways from the order of ranks and back."""
+        causal = CausalAttention(self._index(self.lengths))
+        return causal, self.dealt.places.to(self.device), self.dealt.order.to(self.device)
+
+    @cached_property
+    def _pieces(self) -> list[_Piece]:
+        """What this rank has of every sequence: two parts, each in so many pieces that they are small."""
+        number = ceil(self.width / (2 * self.line.size * QUERIES))
+        first, parts, own = self.line.index * number, 2 * self.line.size * number, self.dealt.own
         part_of, rows, places = parts_of_tokens(self.lengths, parts)[own], self.rows[own], self.places[own]
         made = []
-        for part in (self.line.index, parts - 1 - self.line.index):
+        for part in (*range(first, first + number), *range(parts - first - number, parts - first)):
             starts, ends = part * self.lengths // parts, (part + 1) * self.lengths // parts
             queries, width = int((ends - starts).max(initial=1)), int(ends.max(initial=1))
             tokens = np.flatnonzero(part_of == part)
             row = rows[tokens]
             slots = row * queries + queries - 1 - (places[tokens] - starts[row])
-            made.append(_Part(self._index(tokens), self._index(slots), self._index(starts), queries, width))
+            made.append(_Piece(self._index(tokens), self._index(slots), self._index(starts), queries, width))
         return made
 
+    @cached_property
+    def _order(self) -> Tensor:
+        """[n]: where this rank's tokens are among those of its pieces, one behind the other."""
+        return torch.argsort(torch.cat([piece.tokens for piece in self._pieces]))
+
+    @cached_property
     def _slots(self) -> Tensor:
         """[N]: where in [B, T] the tokens lie, in the order in which they are gathered."""
-        slots = self.rows * int(self.lengths.max(initial=1)) + self.places
+        slots = self.rows * self.width + self.places
         return self._index(slots[self.dealt.order.numpy()])
 
     def _index(self, x: NDArray[Any]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.placement import Mesh
 from hybridflow.core.seeding import torch_generator
+from hybridflow.models import context
 from hybridflow.models.context import ContextAttention
 from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights
 from hybridflow.models.policy import TextPolicy
@@ -218,6 +220,8 @@ def everything(rank: int) -> dict[Any, Any]:
                 for name in ROWS:
                     found[ranks, name, heads, way] = attended(mesh.cp, name, heads, way)
                 found[ranks, "sent", heads, way] = traffic(mesh.cp, heads, way)
+        with mock.patch.object(context, "QUERIES", 2):
+            found[ranks, "pieces"] = {name: attended(mesh.cp, name, "groups", "gather") for name in ROWS}
         found[ranks, "bfloat16"] = [attended(mesh.cp, "uneven", "groups", way, torch.bfloat16) for way in WAYS]
         found[ranks, "whole"] = whole_losses(mesh.cp)
     mesh = ProcessMesh(Mesh(tp=2, cp=2), rank, TIMEOUT, groups)
@@ -245,6 +249,15 @@ def test_attention_is_that_of_one_process(
         here: Attended = found[ranks, name, heads, way]
         torch.testing.assert_close(here.out, expected.out, rtol=1e-5, atol=2e-6)
         for mine, theirs in zip(here.gradients, expected.gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_attention_piece_by_piece_is_that_of_whole_parts(results: list[dict[Any, Any]], ranks: int, name: str) -> None:
+    for found in results[:ranks]:
+        here, expected = found[ranks, "pieces"][name], alone(name, "groups")
+        for mine, theirs in zip((here.out, *here.gradients), (expected.out, *expected.gradients), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
 
 
