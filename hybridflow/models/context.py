@@ -21,7 +21,7 @@ __all__ = ["ContextAttention"]
 
 QUERIES = 256
 """Most tokens of a sequence that attend at once: they all meet the keys up to the last of them. With so few, ranks of 4,096
-tokens compute no more than causal attention does; with whole parts of a sequence, two ranks compute a fifth more."""
+tokens take the CPU time of causal attention in one process; with whole parts, two ranks took a sixth more."""
 
 
 @dataclass(frozen=True)
