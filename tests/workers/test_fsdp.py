@@ -24,7 +24,7 @@ from ranks import TIMEOUT, in_processes
 from test_zero import CASES, MESHES, SPEC, WORLD, Case, context_of, data, through_files
 from torch import Tensor, nn
 
-from hybridflow.build_model import DecoderSource, policy_networks, text_networks
+from hybridflow.build_model import DecoderSource, critic_networks, policy_networks, text_networks
 from hybridflow.controller.protocols import THREE_D
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.columns import take
@@ -257,8 +257,8 @@ def test_a_rank_holds_its_part_of_everything(results: Results, mesh: str, case: 
 
 
 def sizes_at(case: Case, place: Lines) -> nn.Module:
-    recipe = case.learner(WorkerContext(), "none")._recipe
-    module = recipe.at(place)[recipe.main]
+    source = DecoderSource("a model", SPEC, None, case.dtype, torch.device("cpu"), seed=3)
+    (module,) = (critic_networks(source, place) if case.kind == "value" else policy_networks(source, 0.8, place)).values()
     freeze(module, case.freeze, whole=False)
     return module
 
