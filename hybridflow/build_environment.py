@@ -58,7 +58,7 @@ class EnvironmentParts:
         networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"), name)
         exploration = config.exploration if learns_values else None
         args = {"networks": networks, **config.learner_args(config.actor)}
-        learner = Role("actor", Learner, args, replica=partial(Replica, networks))
+        learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
         args = {"config": self.environment, "seed": config.seed, "exploration": exploration}
         return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, args))
 

@@ -180,14 +180,20 @@ def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> No
     for role, (tp, pp, _) in config.cuts.items():
         section = config.model_sections[role]
         source = actor if role == "actor" else source_like_actor(section, config, actor, vocab_size)
-        try:
-            part_at(source.spec, Lines(pp=Line(pp)))
-            head_cut(source.spec, 0, tp)
-        except UserError as error:
-            raise UserError(f"{'critic' if role == 'cost_critic' else role}.{error}") from None
+        _check_cut("critic." if role == "cost_critic" else f"{role}.", source.spec, tp, pp)
         if isinstance(section, TrainedConfig):
             (sizes,) = _networks_of(role, config.algorithm, replace(source, device=torch.device("meta"))).values()
             freeze(sizes, section.optimizer.freeze)
+
+    _check_cut("actor.generation_", actor.spec, config.actor.generation_mesh.tp, config.actor.generation_mesh.pp)
+
+
+def _check_cut(where: str, spec: DecoderSpec, tp: int, pp: int) -> None:
+    try:
+        part_at(spec, Lines(pp=Line(pp)))
+        head_cut(spec, 0, tp)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
 
 
 def _networks_of(role: str, algorithm: str, source: DecoderSource) -> dict[str, nn.Module]:

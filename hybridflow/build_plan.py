@@ -113,19 +113,26 @@ class _Planner:
 
     def _sampler(self, role: Role[Any], size: RoleSize, mesh: Mesh, calls: list[Call]) -> tuple[Footprint, float]:
         """A sampler of text: its cache, its repacked weights, and a forward of a prompt's chunk or of all slots."""
-        stage = stage_of(self.runtime.roles[self.runtime.shared[role.name]].args, WHOLE, self.device)
-        footprint = Footprint(weights=size.weight_bytes)
+        learner = self.runtime.roles[self.runtime.shared[role.name]].args
+        stage, footprint = stage_of(learner, WHOLE, self.device), Footprint(weights=size.weight_bytes)
         if stage is None or not calls:
             return footprint, 0.0
         flops = sum(self._rollout_flops(stage.spec, call) * call.times for call in calls)
-        generation = self.config.generation
-        if generation.engine == "vllm":
+        if self.config.generation.engine == "vllm":
             return footprint, flops
-        call, itemsize = max(calls, key=lambda one: one.rows), stage.itemsize
+        call, mesh = max(calls, key=lambda one: one.rows), mesh.while_generating
+        parts = [part for lines in places_of(mesh) if (part := stage_of(learner, lines, self.device)) is not None]
+        options = [self._rollout(footprint, replace(part, sequence_parallel=False), mesh, call) for part in parts]
+        return max(options, key=lambda option: option.peak), flops
+
+    def _rollout(self, footprint: Footprint, stage: Stage, mesh: Mesh, call: Call) -> Footprint:
+        """With what a part of the decoder takes to draw the rows of a replica."""
+        generation, itemsize = self.config.generation, stage.itemsize
         if generation.precision == "bfloat16":
             itemsize = 2
+        held_spec = replace(stage.local, num_layers=stage.layers)
         rows = min(generation.max_slots, ceil(call.rows / mesh.dp))
-        cache = self._shape(call, rows).rounded.size * position_bytes(stage.spec, itemsize)
+        cache = self._shape(call, rows).rounded.size * position_bytes(held_spec, itemsize)
         if generation.kv_cache_gb is not None:
             cache = min(cache, int(generation.kv_cache_gb * 1e9))
         width = ceil(call.tokens_in / call.rows)
@@ -133,9 +140,8 @@ class _Planner:
         tokens = max(rows, prompts)
         chunk = Microbatch(max(1, tokens // width), width, tokens, rows)
         forward = forward_bytes(replace(stage, itemsize=itemsize), chunk)
-        copied = repacked_bytes(stage.spec, stage.itemsize, generation.precision, generation.max_new_tokens, stage.device)
-        working = cache + forward + copied
-        return replace(footprint, forward=forward, cache=cache, repacked=copied, working=working), flops
+        copied = repacked_bytes(held_spec, stage.itemsize, generation.precision, generation.max_new_tokens, stage.device)
+        return replace(footprint, forward=forward, cache=cache, repacked=copied, working=cache + forward + copied)
 
     def _shape(self, call: Call, rows: int) -> Shape:
         """Prompts with several responses lie apart."""

@@ -121,7 +121,7 @@ class TextParts:
         config, params = self.config, self.sampling_params(self.config.generation.temperature)
         networks = text_networks(partial(policy_networks, self.decoder, params.temperature), "policy", self.decoder.name)
         args = {"networks": networks, **config.learner_args(config.actor)}
-        learner = Role("actor", Learner, args, replica=partial(Replica, networks))
+        learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
         args = {
             "tokenizer": self.tokenizer,
             "params": params,

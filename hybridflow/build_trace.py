@@ -21,6 +21,7 @@ from hybridflow.core.placement import Mesh, Placement, ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
+from hybridflow.reshard.plan import make_plan
 from hybridflow.rollout.buffer import REPLAYED
 from hybridflow.workers.fsdp import fsdp_bytes
 from hybridflow.workers.optimizer import freeze, training_bytes
@@ -78,31 +79,30 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
     placed, graph, where = config.placed, runtime.graph, str(config.torch_device)
     for role in runtime.roles.values():
         pool, mesh = placed.pool_of(role.name), placed.mesh_of(role.name, role.max_workers)
-        size = _role_size(role, runtime, where, mesh)
-        learner = runtime.shared.get(role.name, role.name)
-        if placed.pool_of(learner) != pool or (_cut_model(placed, learner) and learner != role.name):
-            copied = _network_bytes(runtime.roles[learner])
-            size = replace(size, model=f"a copy of the {learner}'s", copy_of=learner, weight_bytes=copied)
-        elif learner != role.name and runtime.roles[learner].args["shard"] == "fsdp" and mesh.copies > 1:
-            whole = _network_bytes(runtime.roles[learner])
-            size = replace(size, model=f"the {learner}'s, gathered for each rollout", weight_bytes=whole)
+        size, shown = _role_size(role, runtime, where, mesh), mesh
+        if role.name in runtime.shared:
+            size, shown = _sampler_size(size, runtime.roles[runtime.shared[role.name]], placed, mesh), mesh.while_generating
         if size.where == DRIVER and config.runtime.kind == "ray":
             size = replace(size, where="cpu")
-        graph.roles.append(replace(size, pool=pool.name, mesh=str(mesh)))
+        graph.roles.append(replace(size, pool=pool.name, mesh=str(shown)))
     if config.runtime.kind == "ray":
         graph.pools = [_pool_size(pool, graph.roles) for pool in placed.pools]
 
 
-def _cut_model(placed: Placement, role: str) -> bool:
-    """Whether a process holds but a part of the role's model."""
-    tp, pp, _ = placed.cuts.get(role, (1, 1, 1))
-    return tp * pp > 1
-
-
-def _network_bytes(learner: Role[Any]) -> int:
-    """Of the network that a sampler uses."""
-    networks = learner.args["networks"]
-    return sum(parameter.nbytes for parameter in networks.build()[networks.main].parameters())
+def _sampler_size(size: RoleSize, learner: Role[Any], placed: Placement, mesh: Mesh) -> RoleSize:
+    """What a sampler on this ``mesh`` holds besides the weights of a learner: nothing, what its generation slices have more
+    than the training slices, or a copy."""
+    networks, theirs = learner.args["networks"], placed.mesh_of(learner.name, learner.max_workers)
+    if placed.pool_of(learner.name) != placed.pool_of(size.name) or theirs.by_copies != mesh:
+        parts = [networks.at(lines)[networks.main].parameters() for lines in places_of(mesh)]
+        copied = max(sum(parameter.nbytes for parameter in part) for part in parts)
+        return replace(size, model=f"a copy of the {learner.name}'s", copy_of=learner.name, weight_bytes=copied)
+    if theirs.tp * theirs.pp == 1:
+        return size
+    decoder = networks.build()[networks.main].decoder
+    accounts = make_plan(decoder.spec, theirs, itemsizes=(decoder.anchor.itemsize,) * 2).accounts
+    more = max(account.generation.total - account.in_place.total for account in accounts)
+    return replace(size, copy_of=learner.name if more else "", weight_bytes=more)
 
 
 def _pool_size(pool: ResourcePool, roles: Sequence[RoleSize]) -> PoolSize:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -89,6 +90,15 @@ class TrainedMeshConfig(MeshConfig):
     fsdp: weights and gradients, too, and gather a layer's weights when it runs"""
 
 
+class GenerationMeshConfig(Config):
+    """How the actor is cut while it draws responses."""
+
+    tp: int = Field(1, ge=1)
+    """so many processes hold a slice of every weight; if tp x pp here divide those of actor.mesh, no weight is copied"""
+    pp: int = Field(1, ge=1)
+    """so many processes hold some of the layers"""
+
+
 class ModelConfig(Config):
     """Keys of ``[reference]`` and ``[teacher]``, and the first of ``[actor]`` and ``[critic]``."""
 
@@ -115,6 +125,7 @@ class ActorConfig(TrainedConfig):
 
     fresh: FreshModel | None = None
     """instead of model: a decoder from random weights; critic and reference start from the same"""
+    generation_mesh: GenerationMeshConfig = GenerationMeshConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -306,8 +317,24 @@ class RunConfig(Config):
     def placed(self) -> Placement:
         """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
         if self.runtime.kind == "ray":
-            return replace(self.placement.placement(self.roles()), cuts=self.cuts)
+            placement = self.placement.placement(self.roles())
+            return self._with_sampler(replace(placement, cuts=self.cuts))
         return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
+
+    def _with_sampler(self, placement: Placement) -> Placement:
+        """Where the sampler's processes are those that hold copies of the actor, it has the actor's mesh and draws from its
+        weights in place; else it has a mesh of its own, and gets a copy."""
+        if "sampler" not in self.roles() or self.generation.engine != "hybridflow":
+            return placement
+        own, mesh = (self.actor.generation_mesh.tp, self.actor.generation_mesh.pp), self.actor.mesh
+        cut, fits = mesh.tp * mesh.pp > 1, mesh.tp * mesh.pp % prod(own) == 0
+        together = placement.pool_of("sampler") == placement.pool_of("actor")
+        if not together or not fits or (cut and mesh.shard == "fsdp"):
+            return replace(placement, cuts={**placement.cuts, "sampler": (*own, 1)})
+        if not cut:
+            return placement
+        cuts = {**placement.cuts, "sampler": (mesh.tp, mesh.pp, 1)}  # ranks that share sequences draw some each
+        return replace(placement, cuts=cuts, generation=dict.fromkeys(("actor", "sampler"), own))
 
     @property
     def needs_reference(self) -> bool:
@@ -399,10 +426,13 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
             yield f"{name}.mesh: networks for environments can't be cut; remove it, the pool is data-parallel"
         elif config.runtime.kind == "local":
             yield f'{name}.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools'
+    if config.runtime.kind == "local" and config.actor.generation_mesh != GenerationMeshConfig():
+        yield 'actor.generation_mesh: needs several processes; set runtime.kind = "ray", placement.pools and actor.mesh'
     yield from _shard_conflicts(config)
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
         yield from problems or dict.fromkeys(_cut_conflicts(config))
+        yield from [] if problems else _generation_conflicts(config)
     elif "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
 
@@ -429,6 +459,23 @@ def _cut_conflicts(config: RunConfig) -> Iterator[str]:
             shape, what = (f" x cp {cp}", "share one sequence") if cp > 1 else ("", "hold one model")
             found = f"{_section(name)}.mesh: tp {tp} x pp {pp}{shape} = {size} processes {what}"
             yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
+
+
+def _generation_conflicts(config: RunConfig) -> Iterator[str]:
+    """Each copy of the model that draws responses is held by a whole number of processes."""
+    mesh, name = config.actor.generation_mesh, "actor.generation_mesh"
+    size = mesh.tp * mesh.pp
+    if size == 1 or "sampler" not in config.roles():
+        return
+    if config.environment is not None:
+        yield f"{name}: networks for environments can't be cut; remove it"
+        return
+    found = f"{name}: tp {mesh.tp} x pp {mesh.pp} = {size} processes draw responses together"
+    pool = config.placed.pool_of("sampler")
+    if config.generation.engine != "hybridflow":
+        yield f"{name}: generation.engine = {config.generation.engine!r} runs in one process; remove it"
+    elif pool.size % size:
+        yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

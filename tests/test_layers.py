@@ -24,7 +24,7 @@ LAYERS = {
     "rollout": {"core", "data"},
     "telemetry": {"core"},
     "controller": {"core", "parallel"},
-    "workers": {"core", "ops", "parallel", "models", "generation", "data", "rollout", "controller"},
+    "workers": {"core", "ops", "parallel", "models", "generation", "reshard", "data", "rollout", "controller"},
     "algorithms": {"core", "ops", "rollout"},
     "train": {"core", "rollout", "telemetry"},
     "checkpoint": {"core"},

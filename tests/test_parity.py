@@ -38,6 +38,7 @@ from hybridflow.parallel.mesh import ProcessMesh
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
+from hybridflow.workers.publish import Published, checksum
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
@@ -282,7 +283,7 @@ def went_on(case: Case, context: WorkerContext, saved: Saved, folder: Path) -> K
     if case.networks.main != "value":
         one.export(partial(export, folder=folder / "model"))
     state, tensors = through_files(one, folder / "actor")
-    weights = {name: array.copy() for name, array in one.weights().items()}
+    weights = {name: array.copy() for name, array in one.weights(0).arrays.items()}
     one.update(case.data, case.loss)
     return Kept(state.state, tensors, context.metrics, weights, one.num_parameters())
 
@@ -539,7 +540,7 @@ def test_the_weights_of_all_stages_load_into_a_replica(kept: list[KeptResults], 
     parts = [kept[rank][mesh, case].weights for rank in THREE_D_PP_ONLY.collect(MESHES[mesh])]
     assert sum(map(len, parts)) == len({name for part in parts for name in part})
     replica = Replica(KEPT[case].networks)
-    replica.load({name: array for part in parts for name, array in part.items()}, version=2)
+    replica.load([Published(part, checksum(part.values()), version=2, stepped=True) for part in parts], last=True)
     expected = KEPT[case].learner(WorkerContext())
     expected.load(*saved(case, folder))
     for name, parameter in replica.networks[replica.main].named_parameters():

@@ -140,7 +140,7 @@ def test_how_work_is_split_does_not_change_what_is_learned(name: str, tmp_path: 
         made = build(validate(with_keys(data, train__token_budget=token_budget), "test"))
         try:
             made.trainer.train(3)
-            return {name: torch.tensor(array) for name, array in made.parts.actor.weights().items()}  # type: ignore[attr-defined]
+            return {name: torch.tensor(array) for name, array in made.parts.actor.weights(0).arrays.items()}  # type: ignore[attr-defined]
         finally:
             made.runtime.stop()
 

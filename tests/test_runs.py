@@ -148,7 +148,7 @@ def learned(data: dict[str, Any], **keys: Any) -> dict[str, torch.Tensor]:
     made = build(validate(with_keys(data, run_dir="unused", **keys), "test"))
     try:
         made.trainer.train(made.config.train.steps)
-        weights = made.parts.actor.learner.weights()  # type: ignore[attr-defined]
+        weights = made.parts.actor.learner.weights(0).arrays  # type: ignore[attr-defined]
         return {name.removeprefix("policy/"): torch.tensor(array) for name, array in weights.items()}
     finally:
         made.runtime.stop()

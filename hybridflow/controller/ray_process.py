@@ -224,21 +224,20 @@ class Process:
             assert learner.replica is not None, f"role {learner.name!r} has no replica"
             self.sources[sampler] = sampler
             self._make_room(sampler, "attach")
-            self.replicas[sampler] = learner.replica()
-            self.roles[sampler][1].attach(self.replicas[sampler])
+            _, worker, context = self.roles[sampler]
+            self.replicas[sampler] = learner.replica(context)
+            worker.attach(self.replicas[sampler])
 
-    def weights(self, learner: str) -> Any:
-        """(None, (weights, version)) of a learner; the second is for ``load``."""
+    def weights(self, learner: str, bucket: int) -> Any:
+        """(None, a bucket of a learner's weights); the second is for ``load``."""
         with self._working(f"{learner}.weights"):
             self._make_room(learner, "weights")
-            worker = self.roles[learner][1]
-            return None, (worker.weights(), worker.version)
+            return None, self.roles[learner][1].weights(bucket)
 
-    def load(self, sampler: str, *parts: tuple[Mapping[str, Any], int]) -> None:
-        """Renew the copy that a sampler reads, by the ``weights`` of every pipeline stage of its learner."""
+    def load(self, sampler: str, last: bool, *parts: Any) -> None:
+        """Renew the copy that a sampler reads by a bucket from every pipeline stage of its learner."""
         with self._working(f"{sampler}.load"):
-            whole = {name: array for weights, _ in parts for name, array in weights.items()}
-            self.replicas[sampler].load(whole, parts[0][1])
+            self.replicas[sampler].load(parts, last)
 
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""

@@ -77,6 +77,7 @@ class RayRuntime(KeepsState):
         self._number, self._driver_bytes = 0, 0
         self._held: dict[tuple[int, str], tuple[OutputRefs, Any]] = {}
         self._in_place: set[str] = set()
+        self._buckets: dict[str, int] = {}
         self._methods: dict[tuple[str, int, int], Any] = {}
         self.groups: dict[str, WorkerGroup] = {}
         self._started = self.paused = False
@@ -136,16 +137,21 @@ class RayRuntime(KeepsState):
             self._each(sampler, f"{sampler}: start", lambda process: process.replicate.remote(shipped, sampler))
 
     def publish(self, learner: str, sampler: str, /) -> None:
-        """Send the learner's weights to the sampler, unless it reads them in place. They don't pass through the driver."""
+        """Send the learner's weights to the sampler, unless it reads them in place: bucket by bucket, each read while the
+        next one is made. They don't pass through the driver."""
         if sampler in self._in_place:
             return
-        group, mesh = self._group(learner), self.mesh(self.roles[learner])
-        # Of every rank, as it may hold but a share of what those of the first copy send.
-        asked = [process.weights.options(num_returns=2).remote(learner) for process in group.processes[: mesh.size]]
-        for rank, (done, _) in enumerate(asked):
-            self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
-        parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
-        self._each(sampler, f"{sampler}.load", lambda process: process.load.remote(sampler, *parts))
+        role = self.roles[learner]
+        group, mesh = self._group(learner), self.mesh(role)
+        if learner not in self._buckets:
+            self._buckets[learner] = self.control(role, "num_buckets", cast(Any, role.worker).num_buckets, ())
+        for bucket in range(last := self._buckets[learner]):
+            # Of every rank, as it may hold but a share of what those of the first copy send.
+            asked = [p.weights.options(num_returns=2).remote(learner, bucket) for p in group.processes[: mesh.size]]
+            for rank, (done, _) in enumerate(asked):
+                self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
+            parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
+            self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts))
 
     def ready(self) -> None:
         """Wait until every role is built; WorkerError names who is missing after ``timeout_s``."""
@@ -421,6 +427,10 @@ class _Source:
 
     def load(self, name: str, rows: Rows | None, /) -> Loaded:
         return self._output.load(name, rows)
+
+
+def _load(sampler: str, last: bool, parts: Sequence[Any], process: Any) -> Any:
+    return process.load.remote(sampler, last, *parts)
 
 
 def _ignore(result: Any) -> None:

@@ -20,7 +20,7 @@ class RoleSize:
     ``model``: whose weights it starts from, or which functions it runs. ``where``: the device, or what else runs it.
     ``minibatches`` and ``epochs``: of an update, 0 for roles that are not trained. ``pool`` and ``mesh``: whose processes
     run it, and how its ranks are laid out; each data-parallel rank holds all that is counted here. ``copy_of``: the learner
-    on another pool whose weights it gets in every step.
+    whose weights, ``weight_bytes`` of them, it gets in every step.
     """
 
     name: str

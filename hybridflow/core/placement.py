@@ -75,6 +75,12 @@ class Mesh:
         """The same ranks in the same places, each copy of the model a data-parallel block of its own."""
         return replace(self, dp=self.copies, cp=1)
 
+    @property
+    def while_generating(self) -> Mesh:
+        """The ranks as they generate: each replica of the model a data-parallel block of its own."""
+        tp, pp = self.generation
+        return Mesh(self.num_replicas, tp, pp)
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(d, p, t) of a rank; c is its ``context``."""
         return rank // (self.cp * self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
@@ -156,13 +162,14 @@ class ResourcePool:
 class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
     weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp, cp) of roles whose
-    models or sequences are cut over several processes."""
+    models or sequences are cut over several processes; ``generation``: (tp, pp) of those that draw responses."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
     default: str = "main"
     offload: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    generation: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -172,4 +179,5 @@ class Placement:
         """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
         size, (tp, pp, cp) = self.pool_of(role).size, self.cuts.get(role, (1, 1, 1))
         size = size if max_workers is None else min(size, max_workers)
-        return Mesh(dp=size // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
+        generation_tp, generation_pp = self.generation.get(role, (None, None))
+        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp)

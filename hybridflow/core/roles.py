@@ -184,7 +184,7 @@ class Role(Generic[W]):
     args: Mapping[str, Any] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
     max_workers: int | None = None
-    replica: Callable[[], Any] | None = None
+    replica: Callable[[WorkerContext], Any] | None = None
 
     def columns_of(self, verb: Verb, arguments: Sequence[Any]) -> tuple[Names, Names]:
         """(reads, writes) of a call: the verb's own plus those of declared functions among its arguments."""

@@ -72,6 +72,7 @@ class HybridWeights:
         self.plan = make_plan(decoder.spec, mesh, itemsizes=(weight.dtype.itemsize, self.dtype.itemsize))
         self.account = self.plan.accounts[self.rank]
         self._training, self._generation = decoder, _generation_decoder(decoder, lines, self.plan)
+        self.generation_pp = lines.generation_pp
         own, block = (_numbers(of) for of in (decoder, self._generation))
         expected = {name: total(piece.runs) for name, piece in slices(decoder.spec, self.plan.training[self.rank]).items()}
         if own != expected:
@@ -86,6 +87,11 @@ class HybridWeights:
         self._shapes = {name: parameter.shape for name, parameter in self._generation.named_parameters()}
         self._none = torch.empty(0, dtype=self.dtype, device=weight.device)
         self._settle()
+
+    @property
+    def generation_decoder(self) -> Decoder:
+        """What ``generation`` returns, always the same object; without weights while training."""
+        return self._generation
 
     @property
     def generates(self) -> bool:

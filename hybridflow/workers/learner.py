@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,15 +37,19 @@ from hybridflow.core.fields import FIELDS
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
+from hybridflow.models.decoder import Decoder
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
+from hybridflow.reshard.execute import HybridWeights, Transition
+from hybridflow.reshard.memory import Arena
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, freeze
 from hybridflow.workers.parts import Cut, Lines, run_microbatches
+from hybridflow.workers.publish import Published, buckets, checksum, probe_texts
 from hybridflow.workers.units import Pulled, Units
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
@@ -105,11 +111,13 @@ class Learner(Shelved):
         shard: ShardMode = "none",
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
-        self.lines = Lines.of(context)
+        self.lines, self._inputs, self._stepped = Lines.of(context), networks.inputs, False
         self.networks = networks.at(self.lines)
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
         self.fsdp: FsdpNetwork | None = None
+        # Before an optimizer, which keeps views of weights.
+        self.hybrid = None if shard == "fsdp" else self._hybrid_weights()
         if shard == "fsdp" and self.lines.dp_cp.size > 1:
             if networks.part is None:
                 raise UserError(f'mesh: shard = "fsdp" shards decoders, not {networks.model}; use "zero1" or "none"')
@@ -122,16 +130,49 @@ class Learner(Shelved):
             self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
-        self.shelves = {"weights": weights, "optimizer": Shelf(self.optimizer.tensors)}
+        memory = None if self.hybrid is None else self.hybrid.memory
+        arena = memory if isinstance(memory, Arena) else None
+        self.shelves: dict[MemoryPart, Shelf | Arena] = {
+            "weights": arena or weights,
+            "optimizer": Shelf(self.optimizer.tensors),
+        }
+
+    def _hybrid_weights(self) -> HybridWeights | None:
+        """Of a decoder that trains cut over the processes in which its sampler draws responses."""
+        lines = self.context.lines
+        if self.cut is None or lines is None or lines.mesh.generation_tp is None:
+            return None
+        return HybridWeights(self.model.decoder, lines)
 
     def offload(self, keep: Collection[MemoryPart] = ()) -> int:
         """See ``Offloadable``. Gradients, which every minibatch begins anew, are dropped."""
         self.optimizer.zero_grad()
         return super().offload(keep)
 
-    def reading(self) -> AbstractContextManager[None]:
-        """As long as it lasts the networks are whole, but for their cuts; all ranks enter it together."""
-        return nullcontext() if self.fsdp is None else self.fsdp.reading()
+    @property
+    def sampled(self) -> Decoder:
+        """What a sampler in the same processes draws responses with, while it is ``reading``."""
+        decoder: Decoder = self.model.decoder if self.hybrid is None else self.hybrid.generation_decoder
+        return decoder
+
+    @property
+    def sampled_pp(self) -> Line:
+        """The pipeline that ``sampled`` is a stage of."""
+        return self.lines.pp if self.hybrid is None else self.hybrid.generation_pp
+
+    @contextmanager
+    def reading(self) -> Iterator[Transition | None]:
+        """As long as it lasts, what is ``sampled`` has its weights; what it took to bring them there, if it took anything.
+        All ranks enter it together."""
+        if self.hybrid is not None:
+            self.hybrid.generation()
+            try:
+                yield self.hybrid.transition
+            finally:
+                self.hybrid.training()
+            return
+        with nullcontext() if self.fsdp is None else self.fsdp.reading():
+            yield None
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
@@ -238,6 +279,7 @@ class Learner(Shelved):
     def _step(self, loss: Fn, samples: np.ndarray) -> None:
         norm = self.optimizer.clip()
         self._check_finite(norm, f"gradient norm of {loss.name}", samples)
+        self._stepped |= norm > 0 and self.optimizer.learning_rate > 0
         self.context.metrics.add("grad_norm", norm)
         self.context.metrics.add("learning_rate", self.optimizer.learning_rate)
         self.optimizer.step()
@@ -306,14 +348,48 @@ class Learner(Shelved):
         return self.version
 
     @control
-    def weights(self) -> dict[str, np.ndarray]:
-        """What samplers read, for ``Replica.load``: the main network's parameters and buffers by "<network>/<name>", tied
-        ones once; of a pipeline, those of this stage. On a CPU the arrays of a whole model are the weights themselves,
-        which the next update changes. All ranks call it; those of the first block have the weights."""
-        if self.fsdp is None and self.lines.dp_cp.index:
-            return {}
-        full = self._full(tensors(self.networks, self.main))
-        return {} if self.lines.dp_cp.index else {name: as_array(tensor) for name, tensor in full.items()}
+    def num_buckets(self) -> int:
+        """How many calls of ``weights`` make a whole model."""
+        return self._num_buckets
+
+    @cached_property
+    def _num_buckets(self) -> int:
+        """As many as the stage with most of it needs."""
+        own = torch.zeros(self.lines.pp.size, dtype=torch.int64, device=self._device)
+        own[self.lines.pp.index] = len(self._buckets)
+        return int(self.lines.pp.all_reduce(own).max())
+
+    @cached_property
+    def _buckets(self) -> list[list[str]]:
+        shards = {} if self.cut is None else {f"{self.main}/{name}": shard for name, shard in self.cut.shards.items()}
+        named = tensors(self.networks, self.main)
+        shapes = {name: shards[name].shape if name in shards else x.shape for name, x in named.items()}
+        return buckets({name: prod(shapes[name]) * x.element_size() for name, x in named.items()})
+
+    @control
+    def weights(self, bucket: int) -> Published:
+        """A bucket of what samplers read, for ``Replica.load``: the main network's parameters and buffers by
+        "<network>/<name>", tied ones once; of a pipeline, those of this stage. On a CPU the arrays of a whole model are the
+        weights themselves, which the next update changes. All ranks call it; those of the first copy have the weights."""
+        named = tensors(self.networks, self.main)
+        own = {name: named[name] for name in (self._buckets[bucket] if bucket < len(self._buckets) else ())}
+        first, arrays = self.lines.dp_cp.index == 0, dict[str, np.ndarray]()
+        if first or self.fsdp is not None:
+            full = self._full(own)
+            arrays = {name: as_array(tensor) for name, tensor in full.items()} if first else {}
+        stepped, probe = self._stepped, None
+        if bucket == self._num_buckets - 1:
+            self._stepped, probe = False, self._probe()
+        return Published(arrays, checksum(arrays.values()), self.version, stepped, probe)
+
+    def _probe(self) -> np.ndarray | None:
+        """Log-probabilities of fixed texts, on the last stage; None for other models than policies on tokens."""
+        if self._inputs != ("tokens",) or self.main != "policy":
+            return None
+        texts = probe_texts(self.model.decoder.spec.vocab_size)
+        budget = int(texts.lengths.sum())
+        found = forward(self.model, texts, ("log_probs",), budget, self.lines.pp, self._together)["log_probs"]
+        return found.values if self.model.decoder.part.last else None
 
     def _full(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by "<network>/<name>", full instead of shards and slices."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridflow.core.errors import ContractError, ResourceError
 from hybridflow.core.roles import MemoryPart
+from hybridflow.reshard.memory import Arena
 
 __all__ = ["Shelf", "Shelved"]
 
@@ -74,7 +75,7 @@ class Shelf:
 class Shelved:
     """A worker with ``shelves``: see ``Offloadable``, which it is."""
 
-    shelves: Mapping[MemoryPart, Shelf]
+    shelves: Mapping[MemoryPart, Shelf | Arena]
 
     def offload(self, keep: Collection[MemoryPart] = ()) -> int:
         """Put away all parts but those to ``keep``; the bytes that moved."""

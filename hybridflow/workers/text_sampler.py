@@ -18,23 +18,34 @@ from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
 from hybridflow.generation.vllm_engine import VLLMEngine
 from hybridflow.generation.weights import Precision
+from hybridflow.models.decoder import Decoder
+from hybridflow.parallel.mesh import Line
+from hybridflow.reshard.execute import Transition
 from hybridflow.workers.parts import Lines
 
 __all__ = ["PolicySource", "TextSampler"]
 
 
 class PolicySource(Protocol):
-    """Where a sampler reads its networks: a learner in the same process, or a replica of one elsewhere.
+    """Whose policy a sampler draws from: a learner in the same process, or a replica of one elsewhere.
 
-    ``lines``: how they are cut over the processes of a group, which draw the same responses together.
+    ``lines``: how its networks are cut over processes. ``sampled`` and ``sampled_pp``: the part of a decoder, and the
+    pipeline that it is a stage of, with which this process and its group draw the same responses together.
     """
 
     networks: dict[str, nn.Module]
     version: int
     lines: Lines
 
-    def reading(self) -> AbstractContextManager[None]:
-        """The networks are only to be read within it; all workers of the source enter it together."""
+    @property
+    def sampled(self) -> Decoder: ...
+
+    @property
+    def sampled_pp(self) -> Line: ...
+
+    def reading(self) -> AbstractContextManager[Transition | None]:
+        """``sampled`` has weights within it alone, and what it took to bring them there is told; all workers of the source
+        enter it together."""
         ...
 
 
@@ -77,7 +88,6 @@ class TextSampler:
 
         UserError: vLLM is to sample from a policy that is cut.
         """
-        policy: Any = source.networks["policy"]
         self.source = source
         args: dict[str, Any] = {
             "seed": self.seed,
@@ -91,12 +101,12 @@ class TextSampler:
             raise UserError(
                 f'generation.engine: "vllm" draws from whole models, not from cut ones ({cut}); use "hybridflow"'
             )
-        with source.reading():
-            if self.engine_name == "vllm":
-                self.engine = self.vllm = VLLMEngine(policy.decoder, max_length=self.max_length, **args)
-            else:
-                engine = self.engine = Engine(policy.decoder, precision=self.precision, pp=source.lines.pp, **args)
-                engine.between_steps = self.context.breathe
+        if self.engine_name == "vllm":
+            with source.reading():
+                self.engine = self.vllm = VLLMEngine(source.sampled, max_length=self.max_length, **args)
+        else:
+            engine = self.engine = Engine(source.sampled, precision=self.precision, pp=source.sampled_pp, **args)
+            engine.between_steps = self.context.breathe
 
     @control
     def close(self) -> None:
@@ -120,8 +130,10 @@ class TextSampler:
         requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
         self.engine.version = self.source.version
         preempted = self.engine.num_preempted
-        with self.source.reading():
+        with self.source.reading() as transition:
             done = self.engine.generate(requests, params or self.params)
+        if transition is not None:
+            self._observe_transition(transition)
         self._observe(done, self.engine.num_preempted - preempted, params is None)
         return Batch(
             {
@@ -146,6 +158,18 @@ class TextSampler:
         self.context.metrics.count("tokens", sum(len(c.tokens) for c in completions))
         if self.kv_cache_gb is not None:
             self.context.metrics.count("preempted", preempted)
+
+    def _observe_transition(self, transition: Transition) -> None:
+        """The most that a process of those whose responses count took for it, and holds."""
+        told = {
+            "transition_s": transition.seconds,
+            "transition_sent_bytes": transition.sent,
+            "transition_received_bytes": transition.received,
+            "weights_peak_bytes": transition.peak,
+            "weights_redundant_bytes": transition.redundant,
+        }
+        for name, value in told.items():
+            self.context.metrics.maximum(name, value)
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:

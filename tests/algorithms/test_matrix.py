@@ -113,7 +113,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[K
             lambda policy: [p.add_(0.1 * torch.sin(torch.arange(p.numel())).view_as(p)) for p in policy.parameters()]
         )
     start = {name: save(learner, folder / "saved" / name) for name, learner in learners.items()}
-    weights = {name: array.copy() for name, array in learners["actor"].weights().items()}
+    weights = {name: array.copy() for name, array in learners["actor"].weights(0).arrays.items()}
     source = parts.source(1)
 
     def train(keys: Keys) -> dict[str, float]:
@@ -127,7 +127,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[K
         algorithm.learn(algorithm.rollout(source))
         metrics = runtime.drain().metrics.values()
         algorithm.observe(metrics)
-        moved = [np.abs(array - weights[name]).max() for name, array in learners["actor"].weights().items()]
+        moved = [np.abs(array - weights[name]).max() for name, array in learners["actor"].weights(0).arrays.items()]
         return {**metrics, **algorithm.metrics(), "moved": float(max(moved))}
 
     yield train

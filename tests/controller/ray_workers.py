@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,8 +165,12 @@ class Maker:
         return version
 
     @control
-    def weights(self) -> dict[str, np.ndarray]:
-        return {"scale": np.array([self.scale])}
+    def num_buckets(self) -> int:
+        return 2
+
+    @control
+    def weights(self, bucket: int) -> tuple[int, float, int]:
+        return bucket, self.scale, self.version
 
     @control
     def attach(self, source: Any) -> None:
@@ -182,11 +186,14 @@ class Maker:
 class Copy:
     """What a sampler reads of a ``Maker`` elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self.scale, self.version, self.loads = 0.0, 0, 0
 
-    def load(self, weights: dict[str, np.ndarray], version: int) -> None:
-        self.scale, self.version, self.loads = float(weights["scale"][0]), version, self.loads + 1
+    def load(self, parts: Sequence[tuple[int, float, int]], last: bool) -> None:
+        ((bucket, scale, version),) = parts
+        assert last == (bucket == 1), "buckets come in their order"
+        if last:
+            self.scale, self.version, self.loads = scale, version, self.loads + 1
 
 
 class Sleeper:

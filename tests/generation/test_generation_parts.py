@@ -38,6 +38,7 @@ from hybridflow.parallel.pipeline_plan import split_layers
 from hybridflow.parallel.tensor import take
 from hybridflow.workers.learner import Networks, as_array
 from hybridflow.workers.parts import WHOLE, Lines
+from hybridflow.workers.publish import Published, checksum
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.text_sampler import TextSampler
 
@@ -199,7 +200,8 @@ def rollout(spec: DecoderSpec, lines: Lines, pieces: int = 1) -> dict[str, Any]:
     whole = networks(spec, 1).build()["policy"]
     change(whole.decoder)  # type: ignore[arg-type]
     replica = Replica(networks(spec, pieces), lines)
-    replica.load({f"policy/{name}": as_array(x) for name, x in whole.named_parameters()}, 7)
+    arrays = {f"policy/{name}": as_array(x) for name, x in whole.named_parameters()}
+    replica.load([Published(arrays, checksum(arrays.values()), version=7, stepped=True)], last=True)
     sampler = TextSampler(
         WorkerContext(),
         tokenizer=Tokenizer.characters("0123456789abcdef"),

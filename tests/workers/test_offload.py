@@ -93,10 +93,10 @@ def test_views_and_arrays_of_weights_leave_them_free_to_go() -> None:
     own = Networks(lambda: {"q": Tied(torch.Generator().manual_seed(0))}, "q", ())
     one = learner(own)
     row = one.model.first.weight.detach()[1]
-    shown = {name: array.copy() for name, array in one.weights().items()}
+    shown = {name: array.copy() for name, array in one.weights(0).arrays.items()}
     one.offload()
     one.onload("weights")
-    assert all(np.array_equal(shown[name], array) for name, array in one.weights().items())
+    assert all(np.array_equal(shown[name], array) for name, array in one.weights(0).arrays.items())
     with torch.no_grad():
         one.model.second.weight[1] += 1
     assert torch.equal(row, one.model.first.weight[1])

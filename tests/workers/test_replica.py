@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_learner import LOSSES, SPEC, batch
 from torch import nn
 
-from hybridflow.core.errors import ContractError
+from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.roles import WorkerContext, is_control
 from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.policy import TextPolicy
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.pipeline_plan import split_layers
 from hybridflow.parallel.tensor import take
+from hybridflow.workers import publish
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
+from hybridflow.workers.publish import Published, checksum
 from hybridflow.workers.replica import Replica
 
 
@@ -50,12 +52,12 @@ def learner(networks: Networks) -> Learner:
     return Learner(WorkerContext(), networks=networks, **settings)
 
 
-def shipped(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As another process gets them: read-only."""
-    arrays = pickle.loads(pickle.dumps(weights))
-    for array in arrays.values():
+def shipped(published: Published) -> list[Published]:
+    """As another process gets it: read-only."""
+    published = pickle.loads(pickle.dumps(published))
+    for array in published.arrays.values():
         array.flags.writeable = False
-    return arrays
+    return [published]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -65,7 +67,7 @@ def test_a_replica_has_the_learners_weights_bit_for_bit(dtype: torch.dtype, tied
     places = [p.data_ptr() for p in replica.networks["policy"].parameters()]
     for version in (1, 2):
         one.update(batch(), LOSSES[0])
-        replica.load(shipped(one.weights()), one.version)
+        replica.load(shipped(one.weights(0)), last=True)
         assert replica.version == version
         pairs = zip(one.model.named_parameters(), replica.networks["policy"].named_parameters(), strict=True)
         assert all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
@@ -77,9 +79,9 @@ def test_tied_weights_and_buffers_travel_once() -> None:
     generator = torch.Generator().manual_seed(0)
     own = Networks(lambda: {"q": Tied(generator)}, "q", ())
     one, replica = learner(own), Replica(own)
-    weights = one.weights()
-    assert set(weights) == {"q/first.weight", "q/mean", "q/count"}
-    replica.load(shipped(weights), 1)
+    weights = one.weights(0)
+    assert set(weights.arrays) == {"q/first.weight", "q/mean", "q/count"} and weights.probe is None
+    replica.load(shipped(weights), last=True)
     q: nn.Module = replica.networks["q"]
     assert q.first.weight is q.second.weight and torch.equal(q.first.weight, one.model.first.weight)
     assert torch.equal(q.mean, one.model.mean) and int(q.count) == 7
@@ -88,7 +90,7 @@ def test_tied_weights_and_buffers_travel_once() -> None:
 def test_weights_on_a_cpu_are_no_copies() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         one = learner(networks(dtype))
-        weights = one.weights()
+        weights = one.weights(0).arrays
         assert all(
             w.ctypes.data == one.model.get_parameter(n.removeprefix("policy/")).data_ptr() for n, w in weights.items()
         )
@@ -101,12 +103,10 @@ def test_weights_on_a_cpu_are_no_copies() -> None:
         (networks(tied=False), r"'policy/decoder.lm_head.weight' is float32 \[19, 16\], expected none of that name"),
     ],
 )
-def test_weights_of_another_network_are_refused_whole(given: Networks, message: str) -> None:
+def test_weights_of_another_network_are_refused(given: Networks, message: str) -> None:
     replica = Replica(networks())
-    before = [p.clone() for p in replica.networks["policy"].parameters()]
     with pytest.raises(ContractError, match=message):
-        replica.load(learner(given).weights(), 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, replica.networks["policy"].parameters(), strict=True))
+        replica.load([learner(given).weights(0)], last=True)
     assert replica.version == 0
 
 
@@ -134,7 +134,7 @@ def test_a_replica_that_is_cut_takes_its_part_of_full_weights(tied: bool, tp: in
         for index in range(tp):
             replica = Replica(own, Lines(tp=Line(tp, index), pp=Line(pp, stage)))
             assert replica.lines.tp.index == index
-            replica.load(shipped(one.weights()), 3)
+            replica.load(shipped(replaced(one.weights(0), version=3, probe=None)), last=True)
             policy: TextPolicy = replica.networks["policy"]
             for name, parameter in policy.named_parameters():
                 assert torch.equal(parameter, take(full[name], policy.decoder.shards[name.removeprefix("decoder.")]))
@@ -145,10 +145,55 @@ def test_a_replica_that_is_cut_takes_its_part_of_full_weights(tied: bool, tp: in
 
 def test_a_cut_replica_refuses_weights_of_another_network() -> None:
     replica = Replica(cut_networks(torch.float32, True), Lines(tp=Line(2, 1), pp=Line(2, 0)))
-    weights = learner(networks()).weights()
-    with pytest.raises(
-        ContractError, match=r"'policy/decoder.layers.0.out.weight' is missing, expected float32 \[16, 16\]"
-    ):
-        replica.load({name: x for name, x in weights.items() if name != "policy/decoder.layers.0.out.weight"}, 1)
+    weights = learner(networks()).weights(0)
+    some = {name: x for name, x in weights.arrays.items() if name != "policy/decoder.layers.0.out.weight"}
+    with pytest.raises(ContractError, match=r"'policy/decoder.layers.0.out.weight' is missing"):
+        replica.load([replaced(weights, arrays=some)], last=True)
     with pytest.raises(ContractError, match=r"'policy/decoder.lm_head.weight' is float32 .*, expected none of that name"):
-        replica.load(learner(networks(tied=False)).weights(), 1)
+        replica.load([learner(networks(tied=False)).weights(0)], last=True)
+
+
+def replaced(published: Published, **changes: Any) -> Published:
+    """Another one, with the checksum that fits."""
+    changed = replace(published, **changes)
+    return replace(changed, checksum=checksum(changed.arrays.values()))
+
+
+def test_weights_in_many_buckets_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "BUCKET_BYTES", 1500)
+    one, replica = learner(networks()), Replica(networks(seed=1))
+    count = one.num_buckets()
+    sizes = [[array.nbytes for array in one.weights(number).arrays.values()] for number in range(count)]
+    assert count > 5 and all(len(bucket) == 1 or sum(bucket) <= 1500 for bucket in sizes)
+    one.update(batch(), LOSSES[0])
+    for number in range(count):
+        replica.load(shipped(one.weights(number)), number == count - 1)
+        assert replica.version == (number == count - 1)
+    pairs = zip(one.model.parameters(), replica.networks["policy"].parameters(), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs) and replica.probe_error < 1e-6
+
+
+def test_a_bucket_that_was_damaged_on_its_way_is_refused() -> None:
+    published, replica = pickle.loads(pickle.dumps(learner(networks()).weights(0))), Replica(networks())
+    published.arrays["policy/decoder.norm.weight"][3] += 1e-6
+    with pytest.raises(WorkerError, match="weights of version 0 were damaged on their way"):
+        replica.load([published], last=True)
+
+
+def test_a_step_that_changed_nothing_is_told() -> None:
+    """Publishing twice without a step between is fine."""
+    one, replica = learner(networks()), Replica(networks())
+    for _ in range(2):
+        replica.load(shipped(one.weights(0)), last=True)
+    with pytest.raises(WorkerError, match="took a step, but its weights are those of version 0 to the last bit"):
+        replica.load([replace(one.weights(0), stepped=True, version=1)], last=True)
+    one.update(batch(), LOSSES[0])
+    assert [one.weights(0).stepped for _ in range(2)] == [True, False]
+
+
+def test_a_sampler_with_another_policy_is_told() -> None:
+    """The bytes arrive, but are read in another way: here, at another temperature."""
+    one, replica = learner(networks()), Replica(networks())
+    replica.networks["policy"].temperature = 0.5
+    with pytest.raises(WorkerError, match=r"log-probabilities of a fixed text are off by .* expected at most 0.0001"):
+        replica.load(shipped(one.weights(0)), last=True)
