@@ -16,7 +16,7 @@ from hybridflow.core.roles import WorkerContext, verb_of
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.request import SamplingParams
 from hybridflow.models.policy import TextPolicy
-from hybridflow.parallel.mesh import Line
+from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.workers.parts import WHOLE, Lines
 from hybridflow.workers.text_sampler import TextSampler
 
@@ -27,8 +27,9 @@ def sampler(kv_cache_gb: float | None = None) -> TextSampler:
     params = SamplingParams(max_new_tokens=6)
     settings = {"tokenizer": tokenizer, "params": params, "seed": 1, "max_slots": 3, "kv_cache_gb": kv_cache_gb}
     made = TextSampler(WorkerContext(), **settings)
-    source = {"networks": {"policy": TextPolicy(decoder())}, "version": 4, "lines": WHOLE, "reading": nullcontext}
-    made.attach(SimpleNamespace(**source))
+    policy = TextPolicy(decoder())
+    read = {"sampled": policy.decoder, "sampled_pp": ALONE, "reading": nullcontext}
+    made.attach(SimpleNamespace(networks={"policy": policy}, version=4, lines=WHOLE, **read))
     return made
 
 
