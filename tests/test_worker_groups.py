@@ -22,7 +22,7 @@ from hybridflow.models.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-OF_RAY = ("moved/", "driver/", "workers/")
+OF_RAY = ("moved/", "driver/", "workers/", "sampler/transition_", "sampler/weights_")
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": REVERSE,
     "ppo": TEXT["ppo"],
@@ -123,7 +123,27 @@ CUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "ppo": (
         with_keys(TEXT["ppo"], kl=None, actor__optimizer=CALM, critic={"optimizer": CALM}),
-        {"actor__mesh": {"tp": 2}, "critic": {"optimizer": CALM, "mesh": {"pp": 2}}},
+        {
+            "actor__mesh": {"tp": 4, "shard": "zero1"},
+            "actor__generation_mesh": {"tp": 2},
+            "critic": {"optimizer": CALM, "mesh": {"pp": 2}},
+        },
+    ),
+    "grpo, generating in parts": (
+        with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
+        {"actor__mesh": {"tp": 2, "pp": 2}, "actor__generation_mesh": {"tp": 2}, "placement__offload": ["actor"]},
+    ),
+    "grpo, generating in more parts": (
+        with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
+        {"actor__mesh": {"pp": 2}, "actor__generation_mesh": {"tp": 2}},
+    ),
+    "grpo, generating elsewhere": (
+        with_keys(REVERSE, kl__coef=0.05, actor__optimizer=CALM),
+        {
+            "actor__mesh": {"tp": 2, "shard": "fsdp"},
+            "actor__generation_mesh": {"pp": 2},
+            "placement__roles__sampler": "rest",
+        },
     ),
 }
 FOUR_AND_TWO = {"train": 4, "rest": 2}
@@ -150,6 +170,12 @@ def test_models_cut_over_meshes_learn_what_whole_ones_learn(name: str, tmp_path:
     processes = run(cut(name), tmp_path / "ray", train__steps=3)
     assert_near(local, processes, 3)
     assert (local / "samples.jsonl").read_text() == (processes / "samples.jsonl").read_text()
+    told = records(processes)[-1]
+    if "elsewhere" in name:
+        assert "sampler/transition_s" not in told
+    elif name != "grpo, long":
+        assert told["sampler/transition_received_bytes"] > 0
+        assert (told["sampler/weights_redundant_bytes"] > 0) == ("more" in name)
 
 
 @pytest.mark.timeout(240)
