@@ -31,7 +31,7 @@ from hybridflow.generation.request import Request, SamplingParams
 from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import Line, ProcessMesh
-from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.parallel.shard import cuts
 
 TIMEOUT = timedelta(minutes=5)
 SIDES = {"whole": Mesh(), "pieces": Mesh(), "tp": Mesh(tp=2), "pp": Mesh(pp=2)}
@@ -39,7 +39,7 @@ REPACKED, IN_PLACE = 32, 31  # new tokens: from 32 on matrices are repacked
 
 
 def engine_of(spec: DecoderSpec, side: str, tp: Line, pp: Line) -> Engine:
-    layers = split_layers(spec.num_layers, pp.size)[pp.index]
+    layers = cuts(spec.num_layers, pp.size)[pp.index]
     part = Part(layers, pp.index == 0, pp.index == pp.size - 1, tp=tp, pieces=2 if side == "pieces" else 1)
     decoder = Decoder(spec, part)
     init_weights(decoder, torch.Generator().manual_seed(0))

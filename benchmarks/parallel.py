@@ -82,7 +82,8 @@ from hybridflow.models.weights import load_decoder, save_decoder
 from hybridflow.ops.losses import ppo_clip
 from hybridflow.parallel.mesh import ProcessMesh
 from hybridflow.parallel.pipeline import Wire, run_pipeline
-from hybridflow.parallel.pipeline_plan import bubble, interleaved, split_layers
+from hybridflow.parallel.pipeline_plan import bubble, interleaved
+from hybridflow.parallel.shard import cuts
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.zero import ShardMode
@@ -417,7 +418,7 @@ def formula(spec: DecoderSpec, mesh: Mesh, rank: int, batch: Batch) -> dict[str,
     """
     _, stage, _ = mesh.coordinates(rank)
     first, last = stage == 0, stage == mesh.pp - 1
-    layers = split_layers(spec.num_layers, mesh.pp)[stage]
+    layers = cuts(spec.num_layers, mesh.pp)[stage]
     tokens = len(batch.ragged("tokens").values) / mesh.copies
     actions = int(batch.ragged("response_mask").values.sum()) / mesh.copies
     hidden, table = spec.hidden_size, spec.vocab_size * spec.hidden_size / mesh.tp

@@ -31,7 +31,7 @@ from hybridflow.models.weights import (
     save_decoder,
 )
 from hybridflow.parallel.mesh import Line
-from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.parallel.shard import cuts
 from hybridflow.workers.learner import Networks
 from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
@@ -169,7 +169,7 @@ def part_at(spec: DecoderSpec, lines: Lines) -> Part:
     stages = lines.pp.size
     if stages > spec.num_layers:
         raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
-    layers = split_layers(spec.num_layers, stages)[lines.pp.index]
+    layers = cuts(spec.num_layers, stages)[lines.pp.index]
     first, last = lines.pp.index == 0, lines.pp.index == stages - 1
     return Part(layers, first=first, last=last, tp=lines.tp, pp=lines.pp, cp=lines.cp)
 

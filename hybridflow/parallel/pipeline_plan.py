@@ -31,7 +31,6 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
-    "split_layers",
 ]
 
 
@@ -227,21 +226,3 @@ def bubble(plan: Plan, forward_time: Callable[[int, int], float], backward_time:
         busy += cost
     span = max(free) * plan.ranks
     return 1 - busy / span if span else 0.0
-
-
-def split_layers(num_layers: int, stages: int, head: float = 0.0) -> tuple[range, ...]:
-    """The layers of every stage, as even as they go: 7 on 2 stages are 4 + 3.
-
-    ``head``: what the vocabulary's matrix and the loss cost in layers; the last stage, which has them, gets fewer layers,
-    but at least one, as all do. Raises ContractError when there are fewer layers than stages.
-    """
-    if not 1 <= stages <= num_layers:
-        raise ContractError(
-            f"{num_layers} layers on {stages} pipeline stages (pp x chunks); expected at most {num_layers} stages"
-        )
-    counts = [1] * stages
-    for _ in range(num_layers - stages):
-        costs = [count + (head if stage == stages - 1 else 0) for stage, count in enumerate(counts)]
-        counts[costs.index(min(costs))] += 1
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))

@@ -34,7 +34,7 @@ from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weigh
 from hybridflow.models.policy import TextPolicy
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import ALONE, Line, ProcessMesh
-from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
 from hybridflow.workers.learner import Networks, as_array
 from hybridflow.workers.parts import WHOLE, Lines
@@ -219,7 +219,7 @@ def rollout(spec: DecoderSpec, lines: Lines, pieces: int = 1) -> dict[str, Any]:
 
 
 def part_at(spec: DecoderSpec, tp: Line, pp: Line, pieces: int) -> Part:
-    layers = split_layers(spec.num_layers, pp.size)[pp.index]
+    layers = cuts(spec.num_layers, pp.size)[pp.index]
     return Part(layers, first=pp.index == 0, last=pp.index == pp.size - 1, tp=tp, pieces=pieces)
 
 
@@ -396,7 +396,7 @@ def test_what_is_sent(ranks: list[Results], cell: Cell) -> None:
     for place, found in enumerate(of(ranks, cell)):
         stage = place // cell.tp
         first, last = stage == 0, stage == cell.pp - 1
-        layers = split_layers(spec.num_layers, cell.pp)[stage]
+        layers = cuts(spec.num_layers, cell.pp)[stage]
         tokens = [5, 1, 1] * first + [n for layer in layers for n in [5 if layer < spec.num_layers - 1 else 1, 1, 1] * 2]
         sums = [n * states for n in tokens] + [8 * cell.tp, 16] * 3 * last
         expected = {

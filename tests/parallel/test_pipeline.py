@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.parallel.pipeline import Stage, Wire, run_pipeline
-from hybridflow.parallel.pipeline_plan import Plan, forward_only, gpipe, interleaved, one_f_one_b, split_layers
+from hybridflow.parallel.pipeline_plan import Plan, forward_only, gpipe, interleaved, one_f_one_b
+from hybridflow.parallel.shard import cuts
 
 MOST, BROKEN, LAYERS, HIDDEN, VOCAB = 4, 3, 9, 6, 11
 MICROBATCHES = (0, 1, 2, 4, 5, 7)
@@ -116,7 +117,7 @@ def data(microbatches: int, seed: int) -> list[Tensor]:
 
 
 def parts(plan: Plan, rank: int) -> list[range]:
-    return [split_layers(LAYERS, plan.stages)[chunk * plan.ranks + rank] for chunk in range(plan.chunks)]
+    return [cuts(LAYERS, plan.stages)[chunk * plan.ranks + rank] for chunk in range(plan.chunks)]
 
 
 def stages_of(model: Model, plan: Plan, rank: int, tokens: list[Tensor], held: Held) -> list[Stage]:

@@ -20,7 +20,6 @@ from hybridflow.parallel.pipeline_plan import (
     gpipe,
     interleaved,
     one_f_one_b,
-    split_layers,
 )
 
 PLANS: dict[str, Callable[[int, int, int], Plan]] = {
@@ -164,12 +163,3 @@ def test_a_plan_that_waits_for_ever_is_refused() -> None:
         crossed.order  # noqa: B018
     with pytest.raises(ContractError, match="rank 0 at B0"):
         Plan(1, ((Backward(0, 0), Forward(0, 0)),)).order  # noqa: B018
-
-
-def test_layers_are_split_as_evenly_as_they_go() -> None:
-    assert split_layers(7, 2) == (range(4), range(4, 7))
-    assert split_layers(8, 3) == (range(3), range(3, 6), range(6, 8))
-    assert split_layers(30, 2, head=8) == (range(19), range(19, 30))
-    assert split_layers(4, 2, head=8) == (range(3), range(3, 4))
-    with pytest.raises(ContractError, match=r"3 layers on 4 pipeline stages \(pp x chunks\); expected at most 3 stages"):
-        split_layers(3, 4)

@@ -16,7 +16,7 @@ from hybridflow.core.roles import WorkerContext, is_control
 from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.policy import TextPolicy
 from hybridflow.parallel.mesh import Line
-from hybridflow.parallel.pipeline_plan import split_layers
+from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
 from hybridflow.workers import publish
 from hybridflow.workers.learner import Learner, Networks, UpdatePlan
@@ -113,7 +113,7 @@ def test_weights_of_another_network_are_refused(given: Networks, message: str) -
 def cut_networks(dtype: torch.dtype, tied: bool, pieces: int = 1) -> Networks:
     def build(lines: Lines = Lines()) -> dict[str, nn.Module]:  # noqa: B008
         tp, pp = lines.tp, lines.pp
-        layers = split_layers(SPEC.num_layers, pp.size)[pp.index]
+        layers = cuts(SPEC.num_layers, pp.size)[pp.index]
         last = pp.index == pp.size - 1
         part = Part(layers, first=pp.index == 0, last=last, tp=tp, pieces=1 if lines.whole else pieces)
         model = Decoder(replace(SPEC, tied=tied), part)
