@@ -100,7 +100,7 @@ def _sampler_size(size: RoleSize, learner: Role[Any], placed: Placement, mesh: M
     if theirs.tp * theirs.pp == 1:
         return size
     decoder = networks.build()[networks.main].decoder
-    accounts = make_plan(decoder.spec, theirs, itemsizes=(decoder.anchor.itemsize,) * 2).accounts
+    accounts = make_plan(decoder.spec, theirs.by_copies, itemsizes=(decoder.anchor.itemsize,) * 2).accounts
     more = max(account.generation.total - account.in_place.total for account in accounts)
     return replace(size, copy_of=learner.name if more else "", weight_bytes=more)
 

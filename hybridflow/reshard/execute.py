@@ -67,7 +67,7 @@ class HybridWeights:
     ) -> None:
         """Every rank of ``lines`` does this. dtype: of generation, by default that of the weights. memory: by default that
         of the device. ContractError: the decoder isn't what the mesh says that this rank trains."""
-        weight, mesh, self.rank = decoder.anchor, lines.mesh, lines.rank
+        weight, mesh, self.rank = decoder.anchor, lines.mesh.by_copies, lines.rank
         self.dtype = dtype or weight.dtype
         self.plan = make_plan(decoder.spec, mesh, itemsizes=(weight.dtype.itemsize, self.dtype.itemsize))
         self.account = self.plan.accounts[self.rank]
