@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -204,6 +205,24 @@ def test_the_commands_of_the_page_on_meshes_run(
     assert trained.code == drawn.code == 0, (trained, drawn)
     assert "step 3/3" in trained.out and re.search(r"\nactor +Learner +main +tp 2 x pp 2 ", drawn.out)
     assert (tmp_path / "runs" / "cut" / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_the_hybrid_engine_run(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "hybrid_engine.md"
+    train, graph = [words for words in commands(page) if words[1] != "reshard"]
+    trained, drawn = hybridflow(*shortened(train)[1:]), hybridflow(*graph[1:])
+    assert trained.code == drawn.code == 0, (trained, drawn)
+    assert "step 3/3" in trained.out and re.search(r"\nsampler +TextSampler +main +dp 2 x tp 2 .* in place\n", drawn.out)
+    [*_, told] = map(json.loads, (tmp_path / "runs" / "hybrid" / "metrics.jsonl").read_text().splitlines())
+    named = set(re.findall(r"^\| `(sampler/\w+)` \|", page.read_text(), re.MULTILINE))
+    assert named == {name for name in told if name.startswith("sampler/") and name != "sampler/tokens"}
+    assert told["sampler/transition_received_bytes"] > 0
 
 
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
