@@ -84,7 +84,8 @@ from hybridflow.parallel.mesh import ProcessMesh
 from hybridflow.parallel.pipeline import Wire, run_pipeline
 from hybridflow.parallel.pipeline_plan import bubble, interleaved
 from hybridflow.parallel.shard import cuts
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks, all_tensors
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.zero import ShardMode
 

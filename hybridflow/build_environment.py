@@ -21,7 +21,8 @@ from hybridflow.hooks import Evaluation
 from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
-from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.learner import Learner
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.replica import Replica
 
 __all__ = ["EnvironmentParts"]

@@ -32,7 +32,7 @@ from hybridflow.models.weights import (
 )
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import cuts
-from hybridflow.workers.learner import Networks
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
 

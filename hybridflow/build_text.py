@@ -37,7 +37,8 @@ from hybridflow.generation.weights import rollout_dtype
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
-from hybridflow.workers.learner import Learner, Networks
+from hybridflow.workers.learner import Learner
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 from hybridflow.workers.text_sampler import TextSampler

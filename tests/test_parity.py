@@ -35,7 +35,8 @@ from hybridflow.models.weights import load_decoder, load_reward, save_decoder
 from hybridflow.ops.losses import cross_entropy, ppo_clip, value_loss
 from hybridflow.ops.preference import dpo, pairwise
 from hybridflow.parallel.mesh import ProcessMesh
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.publish import Published, checksum

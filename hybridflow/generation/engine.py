@@ -104,11 +104,7 @@ class Engine:
     def position_bytes(self) -> int:
         """Of keys and values of a token, on the process of the group that has most of them; agreed on at the first use."""
         own = position_bytes(self.held, rollout_dtype(self.precision, self.decoder.anchor.dtype).itemsize)
-        for line in (self.decoder.part.tp, self.pp):
-            of_all = torch.zeros(line.size, dtype=torch.int64, device=self.decoder.anchor.device)
-            of_all[line.index] = own
-            own = int(line.all_reduce(of_all).max())
-        return own
+        return self.pp.most(self.decoder.part.tp.most(own))
 
     @property
     def num_in_flight(self) -> int:

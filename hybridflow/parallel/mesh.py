@@ -40,6 +40,12 @@ class Line:
                 x.copy_(dense)
         return x
 
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.index] = number
+        return int(self.all_reduce(numbers).max())
+
     def all_gather(self, x: Tensor, sizes: Sequence[int], out: Tensor | None = None) -> Tensor:
         """[sum(sizes), ...]: the tensors of all ranks, [sizes[i], ...], one behind the other; in ``out`` if it is given.
 

@@ -28,12 +28,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, VIEW, deal
-from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.batch import Batch
 from hybridflow.core.errors import CheckpointError, NonFiniteError, UserError
-from hybridflow.core.fields import FIELDS
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator
@@ -44,8 +43,10 @@ from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.reshard.execute import HybridWeights, Transition
 from hybridflow.reshard.memory import Arena
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
+from hybridflow.workers.forward import action_columns, forward, score_rows
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
 from hybridflow.workers.microbatch import plan_microbatches
+from hybridflow.workers.networks import Networks, all_tensors, as_array, tensors
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, freeze
 from hybridflow.workers.parts import Cut, Lines, run_microbatches
@@ -53,28 +54,7 @@ from hybridflow.workers.publish import Published, buckets, checksum, probe_texts
 from hybridflow.workers.units import Pulled, Units
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
-__all__ = ["Learner", "Networks", "UpdatePlan", "action_columns", "all_tensors", "as_array", "tensors"]
-
-
-@dataclass(frozen=True)
-class Networks:
-    """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads. ``model``: whose weights
-    they start from, for people to read. ``part``: builds what a rank holds of them, None for networks that can't be cut.
-    """
-
-    build: Callable[[], Mapping[str, nn.Module]]
-    main: str
-    inputs: tuple[str, ...]
-    model: str = "a new network"
-    part: Callable[[Lines], Mapping[str, nn.Module]] | None = None
-
-    def at(self, lines: Lines) -> dict[str, nn.Module]:
-        """What the rank at this place of a mesh holds. UserError if they can't be cut."""
-        if lines.whole and lines.cp.size == 1:
-            return dict(self.build())
-        if self.part is None:
-            raise UserError(f"mesh: {self.model} can't be cut; use tp = 1, pp = 1 and cp = 1 for it")
-        return dict(self.part(lines))
+__all__ = ["Learner", "UpdatePlan"]
 
 
 @dataclass(frozen=True)
@@ -355,9 +335,7 @@ class Learner(Shelved):
     @cached_property
     def _num_buckets(self) -> int:
         """As many as the stage with most of it needs."""
-        own = torch.zeros(self.lines.pp.size, dtype=torch.int64, device=self._device)
-        own[self.lines.pp.index] = len(self._buckets)
-        return int(self.lines.pp.all_reduce(own).max())
+        return self.lines.pp.most(len(self._buckets))
 
     @cached_property
     def _buckets(self) -> list[list[str]]:
@@ -432,73 +410,3 @@ class Learner(Shelved):
         self.version = state["version"]
         with PieceReader(folder) as reader:
             restore(reader, self.networks, self.main, self.optimizer, state["optimizer_steps"], self.fsdp)
-
-
-def tensors(networks: Mapping[str, nn.Module], name: str) -> dict[str, Tensor]:
-    """Parameters and buffers of network ``name``, by "<network>/<their name>"; a tied one has its first name alone."""
-    network = networks[name]
-    return {f"{name}/{key}": tensor for key, tensor in (*network.named_parameters(), *network.named_buffers())}
-
-
-def all_tensors(*networks: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of all ``networks``."""
-    for network in networks:
-        yield from (*network.parameters(), *network.buffers())
-
-
-def as_array(tensor: Tensor) -> np.ndarray:
-    """The tensor as numpy, without a copy on CPUs; bfloat16, which numpy doesn't know, as its bits in uint16."""
-    tensor = tensor.detach().cpu()
-    # By DLPack: ``Tensor.numpy`` would fix the tensor's memory for ever, and then it can't be offloaded any more.
-    return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
-
-
-def forward(
-    model: Any, batch: Batch, names: tuple[str, ...], token_budget: int, pp: Line = ALONE, together: Line = ALONE
-) -> dict[str, Ragged]:
-    """Outputs of a model without gradients, as time columns with zeros outside the action steps; of a pipeline ``pp``, on
-    its last stage. Ranks whose forwards wait for each other run them ``together``."""
-    units, mask = Units.of(batch, "row"), batch.ragged("response_mask")
-    pulled = units.load(batch, np.arange(len(units)))
-    out = {name: np.zeros(len(mask.values), np.float32) for name in names}
-    micros = [pulled.take(index) for index in plan_microbatches(units.weights, token_budget)]
-
-    def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
-        for name in names:
-            out[name][micros[number].units.places.values] = outputs[name].float().cpu().numpy()
-
-    blanks = _most(together, len(micros)) - len(micros)
-    run_microbatches(model, (micro.batch() for micro in micros), keep, pp, train=False, blanks=blanks)
-    return {name: mask.like(values) for name, values in out.items()}
-
-
-def score_rows(model: Any, batch: Batch, token_budget: int, pp: Line = ALONE, together: Line = ALONE) -> np.ndarray:
-    """``scores`` [B] of a reward model, without gradients; of a pipeline ``pp``, on its last stage. See ``forward``."""
-    scores, micros = np.zeros(len(batch), np.float32), list(plan_microbatches(batch.lengths, token_budget))
-
-    def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
-        scores[micros[number]] = outputs["scores"].cpu().numpy()
-
-    blanks = _most(together, len(micros)) - len(micros)
-    run_microbatches(model, (batch.rows(index) for index in micros), keep, pp, train=False, blanks=blanks)
-    return scores
-
-
-def _most(line: Line, number: int) -> int:
-    """The largest number of the ranks of a line."""
-    numbers = torch.zeros(line.size, dtype=torch.int64)
-    numbers[line.index] = number
-    return int(line.all_reduce(numbers).max())
-
-
-def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
-    mask = batch.ragged("response_mask")
-    columns = {"row_index": torch.tensor(mask.row_index[mask.values], device=device)}
-    for name in batch.columns:
-        column = batch[name]
-        if FIELDS[name].axis == "time" and isinstance(column, Ragged):
-            columns[name] = torch.tensor(column.values[mask.values], device=device)
-        elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
-            columns[name] = torch.tensor(column, device=device)
-    return columns

@@ -17,7 +17,8 @@ from hybridflow.models.layout import decoder_shards
 from hybridflow.models.policy import network_shards
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import Shard
-from hybridflow.workers.learner import Networks, as_array, forward, tensors
+from hybridflow.workers.forward import forward
+from hybridflow.workers.networks import Networks, as_array, tensors
 from hybridflow.workers.parts import WHOLE, Lines
 from hybridflow.workers.publish import Published, checksum, compare_probes, probe_texts
 

@@ -13,7 +13,8 @@ from hybridflow.core.errors import NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.ops.kl import estimate_kl
 from hybridflow.rollout.rewards import RewardConfig, RewardPool, RewardResult, RewardSpec
-from hybridflow.workers.learner import Networks, all_tensors, forward, score_rows
+from hybridflow.workers.forward import forward, score_rows
+from hybridflow.workers.networks import Networks, all_tensors
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.parts import Lines
 

@@ -18,7 +18,8 @@ from hybridflow.models.nets import NetConfig, make_q
 from hybridflow.ops.td import dqn_loss
 from hybridflow.rollout.buffer import Replay, ReplayConfig
 from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 
 GAMMA = 0.9

@@ -36,7 +36,7 @@ from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import ALONE, Line, ProcessMesh
 from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
-from hybridflow.workers.learner import Networks, as_array
+from hybridflow.workers.networks import Networks, as_array
 from hybridflow.workers.parts import WHOLE, Lines
 from hybridflow.workers.publish import Published, checksum
 from hybridflow.workers.replica import Replica

@@ -28,7 +28,8 @@ from hybridflow.ops.losses import ppo_clip
 from hybridflow.parallel.mesh import ProcessMesh
 from hybridflow.parallel.pipeline_plan import one_f_one_b
 from hybridflow.planner.memory import Head, Microbatch, Stage, activation_bytes, forward_bytes, peak_bytes
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 
 SPECS = {

@@ -38,7 +38,8 @@ from hybridflow.models.policy import TextCritic
 from hybridflow.models.weights import load_decoder, save_decoder
 from hybridflow.parallel.mesh import ALONE, ProcessMesh
 from hybridflow.workers.fsdp import FsdpOptimizer, fsdp_bytes, runs
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig, freeze, training_bytes
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.text_sampler import TextSampler

@@ -15,7 +15,8 @@ from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.policy import TextCritic, TextPolicy
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.losses import ppo_clip, value_loss
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.units import Pulled, Units
 

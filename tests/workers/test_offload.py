@@ -25,7 +25,8 @@ from hybridflow.core.errors import ContractError, ResourceError
 from hybridflow.core.roles import Offloadable, WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward
 from hybridflow.models.weights import load_decoder, load_reward, save_decoder
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan, all_tensors
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks, all_tensors
 from hybridflow.workers.offload import Shelf
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
@@ -190,7 +191,8 @@ import gc, json, os, sys, tempfile
 import psutil, torch
 from torch import nn
 from hybridflow.core.roles import WorkerContext
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 
 def peak():

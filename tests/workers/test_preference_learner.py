@@ -11,7 +11,9 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import Fn, WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.ops.preference import dpo, ipo, kto, pairwise
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan, action_columns
+from hybridflow.workers.forward import action_columns
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.units import Units
 

@@ -27,7 +27,8 @@ from hybridflow.models.policy import TextCritic, TextPolicy
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.ops.preference import dpo
 from hybridflow.ops.td import dqn_loss
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer
 

@@ -19,7 +19,8 @@ from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
 from hybridflow.workers import publish
-from hybridflow.workers.learner import Learner, Networks, UpdatePlan
+from hybridflow.workers.learner import Learner, UpdatePlan
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.publish import Published, checksum

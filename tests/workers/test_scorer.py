@@ -16,7 +16,7 @@ from hybridflow.core.roles import WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.ops.advantages import drop_failed
 from hybridflow.rollout.rewards import RewardConfig
-from hybridflow.workers.learner import Networks
+from hybridflow.workers.networks import Networks
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 
 SOURCE = "def f(response):\n    if response == 'bad': raise ValueError('no')\n    return len(response)\n"
