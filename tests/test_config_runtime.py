@@ -89,9 +89,11 @@ def test_all_that_is_missing_is_told_at_once() -> None:
 def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_parallel() -> None:
     keys = {"algorithm": "safe_rlhf", "cost__functions": [WORDS], "kl__coef": 0.1, "placement__pools": {"main": 8}}
     placed = on_ray(REVERSE, **keys, actor__mesh={"tp": 2, "pp": 2}, critic={"mesh": {"pp": 4}}).placed
-    assert placed.cuts == {"actor": (2, 2, 1), "critic": (1, 4, 1), "cost_critic": (1, 4, 1)}
-    assert placed.mesh_of("actor", None) == Mesh(dp=2, tp=2, pp=2) and placed.mesh_of("cost_critic", None) == Mesh(2, 1, 4)
-    assert placed.mesh_of("reference", None) == placed.mesh_of("sampler", None) == Mesh(dp=8)
+    assert placed.cuts == dict.fromkeys(("actor", "sampler"), (2, 2, 1)) | dict.fromkeys(
+        ("critic", "cost_critic"), (1, 4, 1)
+    )
+    assert placed.mesh_of("actor", None) == Mesh(2, 2, 2, 1, 1) and placed.mesh_of("cost_critic", None) == Mesh(2, 1, 4)
+    assert placed.mesh_of("reference", None) == Mesh(dp=8)
     with pytest.raises(ConfigError) as told:
         on_ray(REVERSE, **keys, critic={"mesh": {"tp": 3}})
     assert len(told.value.problems) == 1 and "critic.mesh: tp 3 x pp 1 = 3 processes" in told.value.problems[0]
@@ -99,7 +101,51 @@ def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_
 
 def test_context_parallelism_is_part_of_a_mesh() -> None:
     placed = on_ray(REVERSE, placement__pools={"main": 8}, actor__mesh={"tp": 2, "cp": 2}).placed
-    assert placed.mesh_of("actor", None) == Mesh(dp=2, tp=2, cp=2) and placed.mesh_of("sampler", None) == Mesh(dp=8)
+    assert placed.mesh_of("actor", None) == Mesh(2, 2, 1, 1, 1, cp=2)
+    assert placed.mesh_of("sampler", None) == placed.mesh_of("actor", None).by_copies
+
+
+@pytest.mark.parametrize(
+    ("mesh", "generation", "sampler"),
+    [
+        ({"tp": 4, "pp": 2}, {"tp": 2}, Mesh(1, 4, 2, 2, 1)),
+        ({"tp": 2, "pp": 2}, {"tp": 4}, Mesh(2, 2, 2, 4, 1)),
+        ({"tp": 2, "cp": 2}, {"tp": 2}, Mesh(4, 2, 1, 2, 1)),
+        ({"tp": 2}, {"pp": 4}, Mesh(2, 1, 4)),
+        ({}, {"tp": 2}, Mesh(4, 2)),
+        ({"tp": 2, "shard": "fsdp"}, {}, Mesh(8)),
+        ({"shard": "fsdp"}, {}, Mesh(8)),
+    ],
+)
+def test_a_sampler_draws_in_place_where_its_layout_fits_the_actors(
+    mesh: dict[str, Any], generation: dict[str, int], sampler: Mesh
+) -> None:
+    """Else it has a mesh of its own, and gets a copy."""
+    keys = {"actor__mesh": mesh, "actor__generation_mesh": generation}
+    placed = on_ray(REVERSE, placement__pools={"main": 8}, **keys).placed
+    assert placed.mesh_of("sampler", None) == sampler
+    apart = on_ray(
+        REVERSE, placement={"pools": {"a": 8, "b": 8}, "roles": {"actor": "a", "sampler": "b", "reward": "a"}}, **keys
+    )
+    own = {"tp": 1, "pp": 1} | generation
+    assert apart.placed.mesh_of("sampler", None) == Mesh(8 // (own["tp"] * own["pp"]), **own)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"placement__pools": {"main": 6}, "actor__generation_mesh": {"tp": 4}},
+         r"actor\.generation_mesh: tp 4 x pp 1 = 4 processes draw responses together, but pool 'main' has 6 workers"),
+        ({"placement__pools": {"main": 2}, "actor__generation_mesh": {"tp": 2}, "generation__engine": "vllm"},
+         r"actor\.generation_mesh: generation\.engine = 'vllm' runs in one process; remove it"),
+        ({"runtime__kind": "local", "actor__generation_mesh": {"tp": 2}},
+         r"actor\.generation_mesh: needs several processes; set runtime\.kind = \"ray\""),
+    ],
+)  # fmt: skip
+def test_layouts_that_nothing_can_generate_in_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as told:
+        on_ray(REVERSE, **keys)
+    assert len(told.value.problems) == 1
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
@@ -107,3 +153,8 @@ def test_context_parallelism_is_part_of_a_mesh() -> None:
 def test_networks_for_environments_are_not_cut(kind: str, axis: str) -> None:
     with pytest.raises(ConfigError, match=r"actor\.mesh: networks for environments can't be cut; remove it"):
         on_ray(CARTPOLE, runtime__kind=kind, actor__mesh={axis: 2})
+
+
+def test_networks_of_environments_generate_in_no_mesh() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.generation_mesh: networks for environments can't be cut; remove it"):
+        on_ray(CARTPOLE, placement__pools={"main": 2}, actor__generation_mesh={"tp": 2})
