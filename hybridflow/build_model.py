@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig
+from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig, section_of
 from hybridflow.core.errors import DataError, ModelError, UserError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer
@@ -32,6 +32,7 @@ from hybridflow.models.weights import (
 )
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import cuts
+from hybridflow.rollout.rewards import ScorerConfig
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import freeze
 from hybridflow.workers.parts import WHOLE, Lines
@@ -179,8 +180,12 @@ def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> No
     ``optimizer.freeze`` names nothing in it, which no rank with a part of the model could tell."""
     for role, (tp, pp, _) in config.cuts.items():
         section = config.model_sections[role]
+        if isinstance(section, ScorerConfig):
+            assert section.model is not None, "it has a mesh"
+            _check_cut(f"{section_of(role)}.", read_spec(resolve(section.model)), tp, pp)
+            continue
         source = actor if role == "actor" else source_like_actor(section, config, actor, vocab_size)
-        _check_cut("critic." if role == "cost_critic" else f"{role}.", source.spec, tp, pp)
+        _check_cut(f"{section_of(role)}.", source.spec, tp, pp)
         if isinstance(section, TrainedConfig):
             (sizes,) = _networks_of(role, config.algorithm, replace(source, device=torch.device("meta"))).values()
             freeze(sizes, section.optimizer.freeze)
@@ -215,11 +220,12 @@ def critic_networks(source: DecoderSource, lines: Lines = WHOLE) -> dict[str, nn
     return {"value": TextCritic(source.body(lines)[0])}
 
 
-def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+def reward_networks(folder: Path, dtype: torch.dtype, device: torch.device, lines: Lines = WHOLE) -> dict[str, nn.Module]:
+    spec = replace(read_spec(folder), tied=True)
+    part = replace(part_at(spec, lines), head=False)
     if device.type == "meta":
-        decoder = decoder_sizes(replace(read_spec(folder), tied=True), dtype)
-        return {"reward": TextReward(decoder, torch.empty(1, decoder.spec.hidden_size))}
-    decoder, score = load_reward(folder, dtype)
+        return {"reward": TextReward(decoder_sizes(spec, dtype, part), torch.empty(1, spec.hidden_size))}
+    decoder, score = load_reward(folder, dtype, part)
     if score is None:
         raise ModelError(f"{folder}: no score.weight in it; copy the weights of the reward model again")
     return {"reward": TextReward(decoder, score).to(device)}

@@ -38,7 +38,6 @@ from hybridflow.hooks import Evaluation
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
 from hybridflow.workers.learner import Learner
-from hybridflow.workers.networks import Networks
 from hybridflow.workers.replica import Replica
 from hybridflow.workers.scorer import ModelScorer, RewardModelScorer, RewardScorer
 from hybridflow.workers.text_sampler import TextSampler
@@ -205,7 +204,7 @@ class TextParts:
         if section.model is not None:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
-            networks = Networks(build, "reward", ("tokens",), section.model)
+            networks = text_networks(build, "reward", section.model)
             of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
             of_model["end_tokens"] = self.tokenizer.eos_token_ids
             return self.runtime.role(Role(name, RewardModelScorer, of_model, rename))

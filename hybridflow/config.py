@@ -28,7 +28,7 @@ from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.config_runtime import PlacementConfig, RuntimeConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.placement import Placement, ResourcePool
+from hybridflow.core.placement import MeshConfig, Placement, ResourcePool
 from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.generation.weights import Precision
@@ -40,7 +40,7 @@ from hybridflow.workers.learner import UpdatePlan
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.zero import ShardMode
 
-__all__ = ["RunConfig", "load_config", "resolved", "validate"]
+__all__ = ["RunConfig", "load_config", "resolved", "section_of", "validate"]
 
 
 class FreshModel(Config):
@@ -69,17 +69,6 @@ class FreshModel(Config):
         if self.num_heads % kv_heads:
             raise ValueError(f"num_heads {self.num_heads} isn't a multiple of num_kv_heads {kv_heads}")
         return self
-
-
-class MeshConfig(Config):
-    """How one model is cut over worker processes; the rest of its pool is data-parallel."""
-
-    tp: int = Field(1, ge=1)
-    """tensor parallelism: so many processes hold a slice of every weight"""
-    pp: int = Field(1, ge=1)
-    """pipeline parallelism: so many processes hold some of the layers"""
-    cp: int = Field(1, ge=1)
-    """context parallelism, for long sequences: so many processes have some tokens of every sequence"""
 
 
 class TrainedMeshConfig(MeshConfig):
@@ -300,11 +289,9 @@ class RunConfig(Config):
         return [name for name in self.roles() if name in own]
 
     @property
-    def model_sections(self) -> dict[str, ModelConfig]:
-        """The section of each role whose model can be cut."""
-        sections: dict[str, ModelConfig] = {"actor": self.actor, "critic": self.critic, "cost_critic": self.critic}
-        sections |= {"reference": self.reference, "teacher": self.teacher}
-        return {name: sections[name] for name in self.models if name in sections}
+    def model_sections(self) -> dict[str, ModelConfig | ScorerConfig]:
+        """The section of each role that holds a model of its own."""
+        return {name: getattr(self, section_of(name)) for name in self.models}
 
     @property
     def cuts(self) -> dict[str, tuple[int, int, int]]:
@@ -421,7 +408,7 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _placement_conflicts(config: RunConfig) -> Iterator[str]:
-    for name in dict.fromkeys(map(_section, config.cuts)):
+    for name in dict.fromkeys(map(section_of, config.cuts)):
         if config.environment is not None:
             yield f"{name}.mesh: networks for environments can't be cut; remove it, the pool is data-parallel"
         elif config.runtime.kind == "local":
@@ -429,6 +416,9 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
     if config.runtime.kind == "local" and config.actor.generation_mesh != GenerationMeshConfig():
         yield 'actor.generation_mesh: needs several processes; set runtime.kind = "ray", placement.pools and actor.mesh'
     yield from _shard_conflicts(config)
+    for name, scorer in (("reward", config.reward), ("cost", config.cost)):
+        if scorer.model is None and scorer.mesh != MeshConfig():
+            yield f"{name}.mesh: functions aren't cut; remove it, or set {name}.model to a reward model"
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
         yield from problems or dict.fromkeys(_cut_conflicts(config))
@@ -438,7 +428,7 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _shard_conflicts(config: RunConfig) -> Iterator[str]:
-    trained = {_section(role): model for role, model in config.model_sections.items() if isinstance(model, TrainedConfig)}
+    trained = {section_of(role): model for role, model in config.model_sections.items() if isinstance(model, TrainedConfig)}
     for name, model in trained.items() if config.environment is not None else ():
         if model.mesh.shard == "fsdp":
             yield f'{name}.mesh.shard = "fsdp" shards decoders, not networks for environments; use "zero1" or "none"'
@@ -446,9 +436,9 @@ def _shard_conflicts(config: RunConfig) -> Iterator[str]:
         yield 'actor.mesh.shard = "fsdp": vLLM reads whole weights; use "zero1", or generation.engine = "hybridflow"'
 
 
-def _section(role: str) -> str:
+def section_of(role: str) -> str:
     """The section that says what the role's model is."""
-    return "critic" if role == "cost_critic" else role
+    return {"cost_critic": "critic", "baseline": "reward"}.get(role, role)
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[str]:
@@ -457,7 +447,7 @@ def _cut_conflicts(config: RunConfig) -> Iterator[str]:
         pool, size = config.placed.pool_of(name), tp * pp * cp
         if pool.size % size:
             shape, what = (f" x cp {cp}", "share one sequence") if cp > 1 else ("", "hold one model")
-            found = f"{_section(name)}.mesh: tp {tp} x pp {pp}{shape} = {size} processes {what}"
+            found = f"{section_of(name)}.mesh: tp {tp} x pp {pp}{shape} = {size} processes {what}"
             yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
 
 

@@ -153,7 +153,10 @@ def one_line(outcome: Outcome) -> str:
             'actor.mesh: a cut model needs several processes; set runtime.kind = "ray" and placement.pools',
         ),
         ({"critic": {"mesh": {"tp": 2}}}, "[critic] is set, but grpo on [data] doesn't read it; remove the section"),
-        ({"reward__mesh": {"tp": 2}}, "unknown key reward.mesh"),
+        (
+            {"reward__mesh": {"tp": 2}},
+            "reward.mesh: functions aren't cut; remove it, or set reward.model to a reward model",
+        ),
         (
             {"runtime": RAY, "placement__pools": {"main": 6}, "actor__mesh": {"tp": 2, "pp": 2}},
             "actor.mesh: tp 2 x pp 2 = 4 processes hold one model, but pool 'main' has 6 workers; make it a multiple of 4",

@@ -14,10 +14,12 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError
 
-__all__ = ["Mesh", "Placement", "ResourcePool", "Rows", "TransferProtocol"]
+__all__ = ["Mesh", "MeshConfig", "Placement", "ResourcePool", "Rows", "TransferProtocol"]
 
 Rows = NDArray[np.int64]
 
@@ -138,6 +140,17 @@ class TransferProtocol:
     distribute: Callable[[NDArray[np.int64], Mesh], Sequence[Rows]]
     collect: Callable[[Mesh], Sequence[int]]
     view: bool = False
+
+
+class MeshConfig(Config):
+    """How one model is cut over worker processes; the rest of its pool is data-parallel."""
+
+    tp: int = Field(1, ge=1)
+    """tensor parallelism: so many processes hold a slice of every weight"""
+    pp: int = Field(1, ge=1)
+    """pipeline parallelism: so many processes hold some of the layers"""
+    cp: int = Field(1, ge=1)
+    """context parallelism, for long sequences: so many processes have some tokens of every sequence"""
 
 
 @dataclass(frozen=True)

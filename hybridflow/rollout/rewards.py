@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 
 from hybridflow.core.config import Config
 from hybridflow.core.errors import RewardError
+from hybridflow.core.placement import MeshConfig
 from hybridflow.rollout.reward_outcomes import Failures, Outcome
 from hybridflow.rollout.reward_service import RewardService, is_url
 from hybridflow.rollout.reward_workers import RewardWorkers
@@ -68,6 +69,7 @@ class ScorerConfig(Config):
     model: str | None = None
     """instead of functions: a reward model with the actor's tokenizer, a Hugging Face folder such as runs/reward/model; a
     task's own reward still scores evaluations"""
+    mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
