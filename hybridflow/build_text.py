@@ -35,6 +35,7 @@ from hybridflow.generation.request import SamplingParams
 from hybridflow.generation.vllm_engine import check_installed, refusal
 from hybridflow.generation.weights import rollout_dtype
 from hybridflow.hooks import Evaluation
+from hybridflow.reshard.layout import generation_places, part_spec
 from hybridflow.rollout.rewards import RewardSpec, ScorerConfig
 from hybridflow.telemetry.result import mean_interval, wilson_interval
 from hybridflow.workers.learner import Learner
@@ -57,9 +58,9 @@ class TextParts:
         self.prompts = data.source(self.task.train, self.tokenizer, config.seed)
         self.held_out = data.source(self.task.evaluation, self.tokenizer, config.seed) if self.task.evaluation else None
         self.decoder = decoder_source(config.actor, config, self.tokenizer.vocab_size)
+        check_meshes(config, self.decoder, self.tokenizer.vocab_size)
         self._check_lengths()
         self._check_engine()
-        check_meshes(config, self.decoder, self.tokenizer.vocab_size)
 
     @property
     def evaluate(self) -> Callable[[], Evaluation] | None:
@@ -283,10 +284,15 @@ class TextParts:
                 "set data.max_prompt_tokens and data.on_long_prompt, or lower max_new_tokens"
             )
         if generation.kv_cache_gb is not None:
-            size = position_bytes(self.decoder.spec, rollout_dtype(generation.precision, self.decoder.dtype).itemsize)
-            problem = shortage(size, generation.kv_cache_gb, longest, generation.max_new_tokens)
+            problem = shortage(self._position_bytes(), generation.kv_cache_gb, longest, generation.max_new_tokens)
             if problem:
                 raise DataError(f"[generation] the longest prompt doesn't fit the cache: {problem}")
+
+    def _position_bytes(self) -> int:
+        """Of keys and values of a token, in the process that holds most of them."""
+        itemsize = rollout_dtype(self.config.generation.precision, self.decoder.dtype).itemsize
+        places = set(generation_places(self.config.placed.mesh_of("sampler", None)))
+        return max(position_bytes(part_spec(self.decoder.spec, place), itemsize) for place in places)
 
 
 def _mean(batch: Batch, name: str, failed: str) -> float:

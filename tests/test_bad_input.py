@@ -461,3 +461,19 @@ def test_a_pattern_that_freezes_nothing_is_told_before_workers_start(config: Any
     assert told in one_line(hybridflow("train", config(**cut, actor__optimizer={"freeze": ["layers.7.*"]})))
     critic = {"algorithm": "ppo", **cut, "actor__mesh": {}, "critic": {"mesh": {"pp": 2}, "optimizer": {"freeze": ["*"]}}}
     assert "the patterns freeze every parameter" in one_line(hybridflow("train", config(**critic)))
+
+
+@pytest.mark.parametrize(
+    ("generation", "share"), [({}, 1.0), ({"tp": 2}, 0.5), ({"pp": 2}, 0.5), ({"tp": 2, "pp": 2}, 0.25)], ids=str
+)
+def test_what_a_process_holds_of_the_cache_counts(
+    config: Any, hybridflow: Program, generation: dict[str, int], share: float
+) -> None:
+    """48 positions of two layers with four heads of eight numbers are 24,576 bytes."""
+    keys = {"runtime": RAY, "placement__pools": {"main": 4}, "actor__mesh": {"tp": 2, "pp": 2}}
+    for least, code in ((1.01, 0), (0.99, 2)):
+        size = 24_576e-9 * share * least
+        path = config(**keys, actor__generation_mesh=generation, generation__kv_cache_gb=size)
+        outcome = hybridflow("graph", path)
+        assert outcome.code == code, outcome
+    assert "over kv_cache_gb" in one_line(outcome)

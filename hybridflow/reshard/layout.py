@@ -21,7 +21,7 @@ from typing import Literal
 
 from hybridflow.core.errors import UserError
 from hybridflow.core.placement import Mesh
-from hybridflow.models.layout import decoder_shards
+from hybridflow.models.layout import decoder_shards, local_spec
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.shard import Shard, cuts
 
@@ -35,6 +35,7 @@ __all__ = [
     "generation_places",
     "groups",
     "held",
+    "part_spec",
     "replicated",
     "sections",
     "slices",
@@ -162,6 +163,12 @@ def sections(spec: DecoderSpec, places: Iterable[Place]) -> list[Section]:
 def held(spec: DecoderSpec, place: Place, section: Section) -> Mapping[str, Slice]:
     """The slices of a section at a place, by the parameter's name in layer 0; none if other stages have it."""
     return _tables(spec, replace(place, stage=0, stages=1))[section.name] if _on(spec, place, section) else {}
+
+
+def part_spec(spec: DecoderSpec, place: Place) -> DecoderSpec:
+    """The sizes of what is computed at a place: its layers and heads."""
+    layers = _stages(spec, place.stages)[place.stage]
+    return replace(local_spec(spec, place.index, place.size, place.pieces), num_layers=len(layers))
 
 
 def _on(spec: DecoderSpec, place: Place, section: Section) -> bool:
