@@ -34,7 +34,7 @@ from hybridflow.models.weights import load_decoder, read_spec
 from hybridflow.parallel.mesh import ALONE, Line, ProcessMesh
 from hybridflow.parallel.shard import cuts
 from hybridflow.reshard.execute import HybridWeights
-from hybridflow.workers.learner import forward
+from hybridflow.workers.forward import forward
 
 MESHES = {
     "1-2-1 to 1-1-2-1": Mesh(tp=2, generation_tp=1),
@@ -112,7 +112,7 @@ def main() -> None:
             gaps = sorted(gap(decoder, texts[i], ours[i], told[i]) for i in other)
             rows.append({"dtype": dtype, "side": side, "same": count - len(other), "of": count, "gaps": gaps})
     for row in rows:
-        print(json.dumps(row) if options.json else row | {"gaps": [round(x, 4) for x in row["gaps"]]})  # type: ignore[attr-defined]
+        print(json.dumps(row) if options.json else row | {"gaps": [round(x, 4) for x in row["gaps"]]})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from hybridflow.core.errors import WorkerError
 __all__ = ["BUCKET_BYTES", "Published", "buckets", "checksum", "compare_probes", "probe_texts"]
 
 BUCKET_BYTES = 64 * 2**20
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+"""Layouts differ by rounding: of SmolLM2 in bfloat16 0.08 on average; one matrix of one layer with halves swapped is off by
+0.5 and more."""
 _TEXTS, _TOKENS, _PROMPT = 3, 12, 4
 
 
@@ -74,11 +76,17 @@ def probe_texts(vocab_size: int) -> Batch:
 
 
 def compare_probes(learner: NDArray[np.float32], sampler: NDArray[np.float32], dtype: torch.dtype, version: int) -> float:
-    """The largest difference of log-probabilities of the same texts; WorkerError if the policies are not the same one."""
-    error, allowed = float(np.abs(learner - sampler).max()), TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
+    """The mean difference of log-probabilities of the same texts; WorkerError if the policies are not the same one.
+
+    ``learner`` and ``sampler`` have zeros outside the action steps. The mean, because in bfloat16 a single one may be off
+    by several times as much.
+    """
+    steps = _TEXTS * (_TOKENS - _PROMPT)
+    error, allowed = float(np.abs(learner - sampler).sum()) / steps, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
     if not error <= allowed:
         raise WorkerError(
-            f"publish: with the weights of version {version} the sampler's log-probabilities of a fixed text are off by "
-            f"{error:.3g} from the learner's, expected at most {allowed:g}; the sampler would draw from another policy"
+            f"publish: with the weights of version {version} the sampler's log-probabilities of fixed texts are off by "
+            f"{error:.3g} on average from the learner's, expected at most {allowed:g}; "
+            "the sampler would draw from another policy"
         )
     return error

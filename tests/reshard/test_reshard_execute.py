@@ -29,7 +29,7 @@ from hybridflow.parallel.tensor import take
 from hybridflow.reshard.execute import HybridWeights, publish
 from hybridflow.reshard.memory import Arena, Reallocated
 from hybridflow.reshard.plan import make_plan
-from hybridflow.workers.learner import forward
+from hybridflow.workers.forward import forward
 from hybridflow.workers.publish import probe_texts
 
 SIZE = 8

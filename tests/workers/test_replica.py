@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_learner import LOSSES, SPEC, batch
@@ -15,15 +17,17 @@ from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.roles import WorkerContext, is_control
 from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.policy import TextPolicy
+from hybridflow.models.weights import load_decoder
 from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import cuts
 from hybridflow.parallel.tensor import take
 from hybridflow.workers import publish
+from hybridflow.workers.forward import forward
 from hybridflow.workers.learner import Learner, UpdatePlan
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
 from hybridflow.workers.parts import Lines
-from hybridflow.workers.publish import Published, checksum
+from hybridflow.workers.publish import Published, checksum, compare_probes, probe_texts
 from hybridflow.workers.replica import Replica
 
 
@@ -196,5 +200,24 @@ def test_a_sampler_with_another_policy_is_told() -> None:
     """The bytes arrive, but are read in another way: here, at another temperature."""
     one, replica = learner(networks()), Replica(networks())
     replica.networks["policy"].temperature = 0.5
-    with pytest.raises(WorkerError, match=r"log-probabilities of a fixed text are off by .* expected at most 0.0001"):
+    with pytest.raises(WorkerError, match=r"log-probabilities of fixed texts are off by .* expected at most 0.0001"):
         replica.load(shipped(one.weights(0)), last=True)
+
+
+@pytest.mark.slow
+def test_rounding_is_no_other_policy_but_a_matrix_in_another_order_is(real_model: Path) -> None:
+    """SmolLM2 in bfloat16, against itself in float32: layouts differ by as much."""
+
+    def probe(dtype: torch.dtype, damage: str = "") -> np.ndarray:
+        decoder = load_decoder(real_model, dtype)
+        for name, parameter in decoder.named_parameters():
+            if name == damage:
+                parameter.data = parameter.data.roll(len(parameter) // 2, 0)
+        texts = probe_texts(decoder.spec.vocab_size)
+        return forward(TextPolicy(decoder), texts, ("log_probs",), 64)["log_probs"].values
+
+    rounded = probe(torch.bfloat16)
+    assert 0.01 < compare_probes(probe(torch.float32), rounded, torch.bfloat16, 1) < 0.15
+    for name in ("layers.15.out.weight", "layers.28.qkv.weight"):
+        with pytest.raises(WorkerError, match=r"version 1 .* off by .* on average .* expected at most 0.2"):
+            compare_probes(probe(torch.bfloat16, name), rounded, torch.bfloat16, 1)
