@@ -1,6 +1,6 @@
 """What a change from the training layout to the generation layout takes: HybridFlow's against four other ways.
 
-    python benchmarks/reshard.py [--sections compare,sweep] [--models 20M,135M,smollm2] [--rounds 5] [--json]
+    python benchmarks/reshard.py [--sections compare,sweep,rollout] [--models 20M,135M,smollm2] [--rounds 5] [--json]
 
 Eight processes over gloo hold a model of random weights in float32, and eight more wait for the side that sends to other
 devices. A number is the median of the rounds after a first one that isn't counted; in a round all sides take turns. All
@@ -17,6 +17,8 @@ resident memory of the fullest rank grew at its peak, with its training slices, 
 gather_all hold the gathered model beside the training slices, which the plan's peak, as the paper's, counts as one.
 
 ``sweep``: train 1-8-1, generate on t_g = 8, 4, 2, 1: hybridflow alone.
+``rollout``: the same with a rollout after the change: 64 prompts of 24 tokens, 16 new tokens each, shared
+out over the replicas of t_g ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -41,6 +44,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybridflow.core.placement import Mesh
+from hybridflow.generation.engine import Engine
+from hybridflow.generation.request import Request, SamplingParams
 from hybridflow.models.decoder import Decoder, Part, init_weights
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.parallel.mesh import ProcessMesh
@@ -50,6 +55,7 @@ from hybridflow.reshard.layout import Place, slices
 from hybridflow.reshard.plan import Move, Plan, Strategy, make_plan
 
 RANKS, OTHERS = 8, 8
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 24, 16
 EXAMPLE = Mesh(dp=2, tp=4, generation_tp=2)
 SWEEP = [Mesh(tp=8, generation_tp=size) for size in (8, 4, 2, 1)]
 SPECS = {
@@ -90,12 +96,34 @@ class Rank:
         return read
 
     def hybridflow(self) -> int:
+        received = self.to_generation()
+        self.to_training()
+        return received
+
+    def draw(self) -> int:
+        """This replica's share of a rollout, in the generation layout."""
+        if self.weights is None:
+            return 0
+        engine = Engine(self.weights.generation_decoder, seed=0, pp=self.weights.generation_pp)
+        prompts = np.random.default_rng(0).integers(0, self.spec.vocab_size, (PROMPTS, PROMPT_TOKENS))
+        share = cuts(PROMPTS, self.mesh.num_replicas)[self.mesh.replica(self.rank)[0]]
+        done = engine.generate([Request(prompts[i], i) for i in share], SamplingParams(NEW_TOKENS))
+        assert sum(len(completion.tokens) for completion in done) == len(share) * NEW_TOKENS
+        return 0
+
+    def to_generation(self) -> int:
         if self.weights is None:
             return 0
         self.weights.generation()
-        received = self.weights.transition.received
-        self.weights.training()
-        return received
+        return self.weights.transition.received
+
+    def to_training(self) -> int:
+        if self.weights is not None:
+            self.weights.training()
+        return 0
+
+    def rollout(self) -> list[Row]:
+        return [measured(act) for act in (self.to_generation, self.draw, self.to_training)]
 
     def gathered(self, plan: Plan, bucket: int) -> int:
         """Receive whole weights in buckets, or all at once, and cut the generation slice out of them."""
@@ -213,6 +241,18 @@ def sweep(model: str, rounds: int, rank: int, groups: Any) -> list[list[Row]]:
     return results
 
 
+def rollout(model: str, rounds: int, rank: int, groups: Any) -> list[list[Row]]:
+    """By mesh and part, and round."""
+    ranks = [Rank(SPECS[model], mesh, rank, groups) for mesh in SWEEP]
+    results: list[list[Row]] = [[] for _ in SWEEP for _ in range(3)]
+    for number in range(rounds + 1):
+        for place, this in enumerate(ranks):
+            for part, row in enumerate(this.rollout()):
+                if number:
+                    results[3 * place + part].append(row)
+    return results
+
+
 def work(rank: int, folder: str, sections: list[str], models: list[str], rounds: int) -> None:
     torch.set_num_threads(1)
     store, size = dist.FileStore(f"{folder}/store", RANKS + OTHERS), RANKS + OTHERS
@@ -223,7 +263,9 @@ def work(rank: int, folder: str, sections: list[str], models: list[str], rounds:
         for section in sections:
             for model in models:
                 groups = {"device mesh": groups["device mesh"]}
-                found[section, model] = {"compare": compare, "sweep": sweep}[section](model, rounds, rank, groups)
+                found[section, model] = {"compare": compare, "sweep": sweep, "rollout": rollout}[section](
+                    model, rounds, rank, groups
+                )
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -281,6 +323,17 @@ def swept(model: str, ranks: list[list[list[Row]]]) -> Iterator[Row]:
         }
 
 
+def drawn(model: str, ranks: list[list[list[Row]]]) -> Iterator[Row]:
+    for place, mesh in enumerate(SWEEP):
+        change, draw, back = (summed([rank[3 * place + part] for rank in ranks]) for part in range(3))
+        told: Row = {"model": model, "t_g": mesh.generation[0], "replicas": mesh.num_replicas}
+        for unit in ("cpu_s", "wall_s"):
+            transition = change[unit] + back[unit]
+            told |= {f"transition, {unit}": transition, f"generation, {unit}": draw[unit]}
+            told[f"sum, {unit}"] = transition + draw[unit]
+        yield told
+
+
 def table(rows: list[Row]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
@@ -291,7 +344,7 @@ def table(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default="compare,sweep")
+    parser.add_argument("--sections", default="compare,sweep,rollout")
     parser.add_argument("--models", default="20M,135M,smollm2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
@@ -305,7 +358,9 @@ def main() -> None:
         rows = [
             row
             for model in models
-            for row in {"compare": compared, "sweep": swept}[section](model, [rank[section, model] for rank in found])
+            for row in {"compare": compared, "sweep": swept, "rollout": drawn}[section](
+                model, [rank[section, model] for rank in found]
+            )
         ]
         if options.json:
             print(json.dumps(rows))
