@@ -91,12 +91,14 @@ def _place(runtime: TraceRuntime, config: RunConfig) -> None:
 
 def _sampler_size(size: RoleSize, learner: Role[Any], placed: Placement, mesh: Mesh) -> RoleSize:
     """What a sampler on this ``mesh`` holds besides the weights of a learner: nothing, what its generation slices have more
-    than the training slices, or a copy."""
+    than the training slices, what FSDP gathers, or a copy."""
     networks, theirs = learner.args["networks"], placed.mesh_of(learner.name, learner.max_workers)
+    parts = [networks.at(lines)[networks.main].parameters() for lines in places_of(mesh)]
+    copied = max(sum(parameter.nbytes for parameter in part) for part in parts)
     if placed.pool_of(learner.name) != placed.pool_of(size.name) or theirs.by_copies != mesh:
-        parts = [networks.at(lines)[networks.main].parameters() for lines in places_of(mesh)]
-        copied = max(sum(parameter.nbytes for parameter in part) for part in parts)
         return replace(size, model=f"a copy of the {learner.name}'s", copy_of=learner.name, weight_bytes=copied)
+    if learner.args["shard"] == "fsdp" and theirs.copies > 1:
+        return replace(size, model=f"the {learner.name}'s, gathered for each rollout", weight_bytes=copied)
     if theirs.tp * theirs.pp == 1:
         return size
     decoder = networks.build()[networks.main].decoder
