@@ -183,9 +183,10 @@ def rank_need(
     messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
     summed = beside = 0
     if mesh.copies > 1 and args["shard"] == "fsdp":
-        beside, summed = gathered_bytes(args["networks"].at(lines)[args["networks"].main], mesh.copies)
+        beside, summed = gathered_bytes(args["networks"].at(lines)[args["networks"].main], mesh.sharing)
+        summed = max(summed, gradients if mesh.sharing < mesh.copies else 0)
     elif mesh.copies > 1:
-        summed = gradients if args["shard"] == "none" else gradients + gradients // mesh.copies
+        summed = gradients if args["shard"] == "none" else gradients + gradients // mesh.sharing
     learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages + beside
     working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + beside + forward)
     return batch, replace(

@@ -127,7 +127,7 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, mesh: Mesh) -
 
 def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleSize:
     """Parameters are those of the whole model; bytes those of the rank that holds most of it."""
-    whole = held(args, Lines(dp_cp=Line(mesh.copies)))
+    whole = held(args, Lines(dp_cp=Line(mesh.copies), shard=Line(mesh.sharing)))
     places = places_of(mesh)
     ranks = [held(args, lines) for lines in places] if len(places) > 1 else []
     most = max(ranks, key=lambda rank: rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes, default=whole)
@@ -146,8 +146,8 @@ def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleS
 
 def places_of(mesh: Mesh) -> list[Lines]:
     """The ranks of one copy of a model."""
-    copies, places = Line(mesh.copies), itertools.product(range(mesh.tp), range(mesh.pp))
-    return [Lines(tp=Line(mesh.tp, t), pp=Line(mesh.pp, p), dp_cp=copies) for t, p in places]
+    copies, shard, places = Line(mesh.copies), Line(mesh.sharing), itertools.product(range(mesh.tp), range(mesh.pp))
+    return [Lines(tp=Line(mesh.tp, t), pp=Line(mesh.pp, p), dp_cp=copies, shard=shard) for t, p in places]
 
 
 def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
@@ -170,8 +170,8 @@ def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
     gradients, optimizer = training_bytes(main)
     if args["shard"] == "zero1":
-        optimizer = sharded_bytes(main, lines.dp_cp.size)
-    if args["shard"] == "fsdp" and lines.dp_cp.size > 1:
-        weights, gradients, optimizer = fsdp_bytes(main, lines.dp_cp.size)
+        optimizer = sharded_bytes(main, lines.shard.size)
+    if args["shard"] == "fsdp" and lines.shard.size > 1:
+        weights, gradients, optimizer = fsdp_bytes(main, lines.shard.size)
         size = replace(size, weight_bytes=weights)
     return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)

@@ -77,6 +77,9 @@ class TrainedMeshConfig(MeshConfig):
     shard: ShardMode = "none"
     """zero1: data-parallel processes share optimizer states and float32 masters out, instead of holding all of them each;
     fsdp: weights and gradients, too, and gather a layer's weights when it runs"""
+    shard_ranks: int = Field(0, ge=0)
+    """so many neighbours, instead of all of those processes (0), share out, and gradients are summed over such groups:
+    as many as a machine has, and nothing else is sent between machines"""
 
 
 class GenerationMeshConfig(Config):
@@ -294,6 +297,11 @@ class RunConfig(Config):
         return {name: getattr(self, section_of(name)) for name in self.models}
 
     @property
+    def trained_sections(self) -> dict[str, TrainedConfig]:
+        """The section of each role whose model is trained."""
+        return {name: model for name, model in self.model_sections.items() if isinstance(model, TrainedConfig)}
+
+    @property
     def cuts(self) -> dict[str, tuple[int, int, int]]:
         """(tp, pp, cp) of the roles whose models or sequences are cut."""
         meshes = {name: section.mesh for name, section in self.model_sections.items()}
@@ -305,7 +313,8 @@ class RunConfig(Config):
         """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
         if self.runtime.kind == "ray":
             placement = self.placement.placement(self.roles())
-            return self._with_sampler(replace(placement, cuts=self.cuts))
+            shard_ranks = {name: model.mesh.shard_ranks for name, model in self.trained_sections.items()}
+            return self._with_sampler(replace(placement, cuts=self.cuts, shard_ranks=shard_ranks))
         return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
 
     def _with_sampler(self, placement: Placement) -> Placement:
@@ -421,14 +430,16 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
             yield f"{name}.mesh: functions aren't cut; remove it, or set {name}.model to a reward model"
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
-        yield from problems or dict.fromkeys(_cut_conflicts(config))
+        yield from problems or dict.fromkeys((*_cut_conflicts(config), *_shard_ranks_conflicts(config)))
         yield from [] if problems else _generation_conflicts(config)
-    elif "placement" in config.model_fields_set:
+    else:
+        yield from dict.fromkeys(_shard_ranks_conflicts(config))
+    if config.runtime.kind == "local" and "placement" in config.model_fields_set:
         yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
 
 
 def _shard_conflicts(config: RunConfig) -> Iterator[str]:
-    trained = {section_of(role): model for role, model in config.model_sections.items() if isinstance(model, TrainedConfig)}
+    trained = {section_of(role): model for role, model in config.trained_sections.items()}
     for name, model in trained.items() if config.environment is not None else ():
         if model.mesh.shard == "fsdp":
             yield f'{name}.mesh.shard = "fsdp" shards decoders, not networks for environments; use "zero1" or "none"'
@@ -449,6 +460,22 @@ def _cut_conflicts(config: RunConfig) -> Iterator[str]:
             shape, what = (f" x cp {cp}", "share one sequence") if cp > 1 else ("", "hold one model")
             found = f"{section_of(name)}.mesh: tp {tp} x pp {pp}{shape} = {size} processes {what}"
             yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
+
+
+def _shard_ranks_conflicts(config: RunConfig) -> Iterator[str]:
+    """The ranks that hold the same parameters are a whole number of groups that share them out."""
+    for role, model in config.trained_sections.items():
+        mesh, found = model.mesh, f"{section_of(role)}.mesh.shard_ranks"
+        if mesh.shard_ranks and mesh.shard == "none":
+            yield f'{found}: shard = "none" shares nothing out; remove it, or set {section_of(role)}.mesh.shard'
+        elif mesh.shard_ranks and config.runtime.kind == "local":
+            yield f'{found}: needs several processes; set runtime.kind = "ray" and placement.pools, or remove it'
+        elif mesh.shard_ranks and (pool := config.placed.pool_of(role)).size % (mesh.tp * mesh.pp * mesh.cp) == 0:
+            copies = pool.size // (mesh.tp * mesh.pp)
+            fitting = [number for number in range(2, copies + 1) if copies % number == 0]
+            held = f"{copies} of pool {pool.name!r} hold the same parameters"
+            fix = f"use {' or '.join(map(str, fitting))}" if fitting else "remove it"
+            yield from () if mesh.shard_ranks in fitting else (f"{found} = {mesh.shard_ranks}: {held}; {fix}",)
 
 
 def _generation_conflicts(config: RunConfig) -> Iterator[str]:

@@ -165,6 +165,22 @@ def one_line(outcome: Outcome) -> str:
             {"runtime": RAY, "placement__pools": {"main": 6}, "actor__mesh": {"tp": 2, "cp": 2}},
             "actor.mesh: tp 2 x pp 1 x cp 2 = 4 processes share one sequence, but pool 'main' has 6 workers; make it a mul",
         ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 8}, "actor__mesh": {"tp": 2, "shard": "fsdp", "shard_ranks": 3}},
+            "actor.mesh.shard_ranks = 3: 4 of pool 'main' hold the same parameters; use 2 or 4",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 2}, "actor__mesh": {"pp": 2, "shard": "zero1", "shard_ranks": 1}},
+            "actor.mesh.shard_ranks = 1: 1 of pool 'main' hold the same parameters; remove it",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 4}, "actor__mesh": {"shard_ranks": 2}},
+            'actor.mesh.shard_ranks: shard = "none" shares nothing out; remove it, or set actor.mesh.shard',
+        ),
+        (
+            {"actor__mesh": {"shard": "fsdp", "shard_ranks": 2}},
+            'actor.mesh.shard_ranks: needs several processes; set runtime.kind = "ray" and placement.pools, or remove it',
+        ),
         ({"actor__mesh": {"cp": 2}}, "actor.mesh: a cut model needs several processes"),
         (
             {"runtime": RAY, "placement__pools": {"main": 3}, "actor__mesh": {"pp": 3}},

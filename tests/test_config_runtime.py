@@ -148,6 +148,14 @@ def test_layouts_that_nothing_can_generate_in_are_refused(keys: dict[str, Any], 
     assert len(told.value.problems) == 1
 
 
+def test_groups_of_some_copies_share_out_and_the_sampler_still_reads_in_place() -> None:
+    keys = {"placement__pools": {"main": 8}, "algorithm": "ppo", "critic": {"mesh": {"shard": "fsdp"}}}
+    placed = on_ray(REVERSE, **keys, actor__mesh={"tp": 2, "shard": "zero1", "shard_ranks": 2}).placed
+    actor, critic = placed.mesh_of("actor", None), placed.mesh_of("critic", None)
+    assert (actor.copies, actor.sharing) == (4, 2) and (critic.copies, critic.sharing) == (8, 8)
+    assert actor.by_copies == placed.mesh_of("sampler", None)
+
+
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 @pytest.mark.parametrize("kind", ["ray", "local"])
 def test_networks_for_environments_are_not_cut(kind: str, axis: str) -> None:

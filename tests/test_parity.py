@@ -70,9 +70,14 @@ SHARED_OUT = {
     "2x2x2 zero1": ("odd",),
     "1x1x1x2 zero1": ("adamw",),
     "2x1x1x2 zero1": ("llama", "adamw"),
+    "4x1x1 fsdp 2": ("llama", "odd", "one row", "partly frozen", "bfloat16"),
+    "4x1x2 fsdp 2": ("qwen2", "value"),
+    "2x2x1x2 fsdp 2": ("llama",),
+    "4x1x1 zero1 2": ("llama", "odd", "one row", "bfloat16"),
+    "2x2x1x2 zero1 2": ("adamw",),
 }
-"""The cases of meshes whose data-parallel ranks share more than rows out."""
-MESHES |= {name: MESHES[name.partition(" ")[0]] for name in SHARED_OUT}
+"""The cases of meshes whose data-parallel ranks share more than rows out, all of them or groups of so many."""
+MESHES |= {name: replace(MESHES[name.split()[0]], shard_ranks=int([*name.split(), 0][2])) for name in SHARED_OUT}
 SPECS = {
     "llama": DecoderSpec("llama", 31, 16, 26, 4, 4, 2, 4, 64),
     "qwen2": DecoderSpec("qwen2", 33, 16, 22, 4, 4, 4, 4, 64, tied=False, qkv_bias=True),
@@ -251,7 +256,7 @@ def context_of(mesh: Mesh, rank: int, lines: ProcessMesh) -> WorkerContext:
 
 
 def shard_of(mesh: str) -> Any:
-    return mesh.partition(" ")[2] or "none"
+    return [*mesh.split(), "none"][1]
 
 
 SAVED = "2x2x2"

@@ -36,6 +36,8 @@ class Mesh:
     ``nested``: generation groups are strided, so that the training shard of a rank is part of its generation shard:
     t = t_g tp / generation_tp + a and p = p_g pp / generation_pp + b, where (a, b) says which replica of the copy it
     belongs to (section 5.3). Else the ranks of a replica are neighbours.
+
+    ``shard_ranks``: so many neighbouring copies share weights or optimizer states out, where a role does so; 0: all.
     """
 
     dp: int = 1
@@ -44,13 +46,16 @@ class Mesh:
     generation_tp: int | None = None
     generation_pp: int | None = None
     cp: int = 1
+    shard_ranks: int = 0
 
     def __post_init__(self) -> None:
         for axis in fields(self):
             size = getattr(self, axis.name)
-            if size is not None and size < 1:
+            if size is not None and size < (0 if axis.name == "shard_ranks" else 1):
                 raise ContractError(f"mesh: {axis.name} = {size}; expected at least one rank on every axis")
         generation_tp, generation_pp = self.generation
+        if self.copies % self.sharing:
+            raise ContractError(f"mesh {self}: shard_ranks = {self.shard_ranks} doesn't divide {self.copies} copies")
         if self.tp * self.pp % (generation_tp * generation_pp):
             raise ContractError(
                 f"mesh {self}: generation_tp x generation_pp = {generation_tp} x {generation_pp} = "
@@ -73,9 +78,14 @@ class Mesh:
         return self.dp * self.cp
 
     @property
+    def sharing(self) -> int:
+        """Copies among which there is one whole set of weights or optimizer states, where they are shared out."""
+        return self.shard_ranks or self.copies
+
+    @property
     def by_copies(self) -> Mesh:
         """The same ranks in the same places, each copy of the model a data-parallel block of its own."""
-        return replace(self, dp=self.copies, cp=1)
+        return replace(self, dp=self.copies, cp=1, shard_ranks=0)
 
     @property
     def while_generating(self) -> Mesh:
@@ -175,7 +185,8 @@ class ResourcePool:
 class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
     weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp, cp) of roles whose
-    models or sequences are cut over several processes; ``generation``: (tp, pp) of those that draw responses."""
+    models or sequences are cut over several processes; ``generation``: (tp, pp) of those that draw responses;
+    ``shard_ranks``: see ``Mesh``."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +194,7 @@ class Placement:
     offload: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     generation: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shard_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -193,4 +205,4 @@ class Placement:
         size, (tp, pp, cp) = self.pool_of(role).size, self.cuts.get(role, (1, 1, 1))
         size = size if max_workers is None else min(size, max_workers)
         generation_tp, generation_pp = self.generation.get(role, (None, None))
-        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp)
+        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp, self.shard_ranks.get(role, 0))

@@ -123,8 +123,9 @@ ALONE = Line()
 
 class ProcessMesh:
     """The lines of ``rank`` along data, context, pipeline and tensor parallelism, and along the first two together: the
-    ranks of ``dp_cp`` hold the same parameters, of which each sees other tokens. And those along the latter two while the
-    mesh generates.
+    ranks of ``dp_cp`` hold the same parameters, of which each sees other tokens. Those that share them out, if any do, are
+    a line ``shard``, part of ``dp_cp``; ranks that then hold the same share are a line ``replicate``. And the lines along
+    the latter two axes while the mesh generates.
 
     Every process of the world makes one, in the same order and with the same ``mesh``, as torch demands for groups; for a
     process outside of the mesh all lines are of one. ``groups``: those made before, by their ranks; new ones are added.
@@ -141,8 +142,15 @@ class ProcessMesh:
         self._groups = {} if groups is None else groups
         self.dp, self.cp, self.pp, self.tp = (self._line(axis) for axis in "dcpt")
         self.dp_cp = self._line("dc") if mesh.cp > 1 else self.dp
+        self.shard, self.replicate = self.dp_cp, ALONE
+        if mesh.sharing < mesh.copies:
+            self.shard = self._among(lambda rank: (self._copy(rank) // mesh.sharing, *mesh.coordinates(rank)[1:]))
+            self.replicate = self._among(lambda rank: (self._copy(rank) % mesh.sharing, *mesh.coordinates(rank)[1:]))
         self.generation_tp = self._among(lambda rank: mesh.replica(rank)[:2])
         self.generation_pp = self._among(lambda rank: mesh.replica(rank)[::2])
+
+    def _copy(self, rank: int) -> int:
+        return self.mesh.coordinates(rank)[0] * self.mesh.cp + self.mesh.context(rank)
 
     def _line(self, axes: str) -> Line:
         """Of ranks that differ in these coordinates alone."""

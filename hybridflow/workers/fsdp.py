@@ -9,7 +9,9 @@ rows. A layer's weights are gathered when it runs, forward and backward, and dro
     norm, AdamW     own rows
 
 Gradients are reduced in every microbatch. Adding them up first would save a third of what is sent, but takes whole fp32
-gradients on every rank: who has that memory is better served by ZeRO-1, which sends nothing else in between.
+gradients on every rank: who has that memory is better served by ZeRO-1, which sends nothing else in between. Where
+a line is but some of the ranks with the same parameters (hybrid sharding), shards of gradients are summed over the other
+lines once a minibatch; torch would do so in every microbatch.
 
 A forward is a meeting of all ranks of the line, so all of them run the same number: see ``run_microbatches``. Between
 steps a network has its shards alone; ``reading`` gathers all of it, for a sampler in the same processes.
@@ -70,18 +72,18 @@ def gathered_bytes(network: nn.Module, ranks: int) -> tuple[int, int]:
 
 
 class FsdpNetwork:
-    """``network``, a policy, critic or reward model on a decoder, from now on sharded over ``lines.dp_cp``.
+    """``network``, a policy, critic or reward model on a decoder, from now on sharded over ``lines.shard``.
 
     Its forward is ``network.outputs``. What it trains has to be known before, and stays so.
     """
 
     def __init__(self, network: nn.Module, lines: Lines) -> None:
-        self.network, self.line = network, lines.dp_cp
+        self.network, self.line = network, lines.shard
         decoder = cast(Decoder, network.decoder)
         self.dtype = decoder.gathered = decoder.anchor.dtype
         device = decoder.anchor.device
-        assert lines.dp_cp.group is not None, "a line of one has nothing to share out"
-        mesh = DeviceMesh.from_group(lines.dp_cp.group, device.type)
+        assert lines.shard.group is not None, "a line of one has nothing to share out"
+        mesh = DeviceMesh.from_group(lines.shard.group, device.type)
         gathered = None if self.dtype == torch.float32 else self.dtype
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
         self.modules: list[FSDPModule] = []
@@ -190,7 +192,7 @@ class _ReduceScatter(_Buffers):
 
 
 class FsdpOptimizer(Optimizer):
-    """An ``Optimizer`` of a sharded network. All ranks of its line call its methods together.
+    """An ``Optimizer`` of a sharded network. All ranks of its line, and of ``lines.replicate``, call its methods together.
 
     ``masters`` are the shards, in place; a rank's may be empty.
     """
@@ -217,7 +219,8 @@ class FsdpOptimizer(Optimizer):
         """Give the masters the gradients of the whole minibatch, which backward passes have summed over the line."""
         for name, parameter in self.parameters.items():
             self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
-        self.sum_parts()
+        replicate = self.lines.replicate
+        super().reduce_gradients(replicate.all_reduce if replicate.size > 1 else None)
         self.network.drop()
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -227,13 +230,13 @@ class FsdpOptimizer(Optimizer):
     def sum_parts(self) -> None:
         if self.cut is not None:
             gradients, lines = self._gradients(), self.lines
-            sum_shared(lines.tp, gradients, self._pieces, over=lines.dp_cp)
+            sum_shared(lines.tp, gradients, self._pieces, over=lines.shard)
             # Both stages of a tied matrix have it sharded alike.
             sum_tied(self.cut.decoder, {n.removeprefix("decoder."): g for n, g in gradients.items()}, lines.pp)
 
     def clip(self) -> float:
         gradients, lines = self._gradients(), self.lines
-        norm = float(gradient_norm(gradients, self._pieces, (lines.dp_cp, lines.tp, lines.pp)))
+        norm = float(gradient_norm(gradients, self._pieces, (lines.shard, lines.tp, lines.pp)))
         self._scale_down(gradients, norm)
         return norm
 

@@ -98,13 +98,13 @@ class Learner(Shelved):
         self.fsdp: FsdpNetwork | None = None
         # Before an optimizer, which keeps views of weights.
         self.hybrid = None if shard == "fsdp" else self._hybrid_weights()
-        if shard == "fsdp" and self.lines.dp_cp.size > 1:
+        if shard == "fsdp" and self.lines.shard.size > 1:
             if networks.part is None:
                 raise UserError(f'mesh: shard = "fsdp" shards decoders, not {networks.model}; use "zero1" or "none"')
             freeze(self.model, optimizer.freeze, whole=self.cut is None)
             self.fsdp = FsdpNetwork(self.model, self.lines)
             self.optimizer: Optimizer = FsdpOptimizer(self.fsdp, optimizer, total_steps, self.cut, self.lines)
-        elif shard == "zero1" and self.lines.dp_cp.size > 1:
+        elif shard == "zero1" and self.lines.shard.size > 1:
             self.optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
         else:
             self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)

@@ -42,11 +42,15 @@ class Lines:
     pp: Line = ALONE
     cp: Line = ALONE
     dp_cp: Line = ALONE
+    shard: Line = ALONE
+    replicate: Line = ALONE
 
     @staticmethod
     def of(context: WorkerContext) -> Lines:
         lines = context.lines
-        return WHOLE if lines is None else Lines(lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp)
+        if lines is None:
+            return WHOLE
+        return Lines(lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp, lines.shard, lines.replicate)
 
     @property
     def whole(self) -> bool:

@@ -9,7 +9,8 @@ part of it, whichever parameters the cuts go through, and AdamW moves what it ow
     all-gather of the weights        [ embed | qkv | norm | ... ]   in their own dtype
 
 AdamW works number by number, so every step is that of the optimizer that isn't sharded. A rank holds 1/size of 8 bytes for
-each weight (12 with a master), and sends (size - 1)/size of the gradients and of the weights.
+each weight (12 with a master), and sends (size - 1)/size of the gradients and of the weights. Where a line is but some of
+the ranks with the same parameters, each then sums its own part over the other lines.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class _Sum:
 
 
 class ShardedOptimizer(Optimizer):
-    """An ``Optimizer`` of which every rank of ``lines.dp_cp`` holds a share. All of them call its methods together.
+    """An ``Optimizer`` of which every rank of ``lines.shard`` holds a share. All of them, and of ``lines.replicate``, call
+    its methods together.
 
     ``masters`` are the pieces [n] of parameters that this rank owns: views of fp32 weights, and copies of others.
     """
@@ -89,9 +91,9 @@ class ShardedOptimizer(Optimizer):
 
     def _make_masters(self) -> dict[str, Tensor]:
         self.shares = share_out(
-            {name: parameter.numel() for name, parameter in self.parameters.items()}, self.lines.dp_cp.size
+            {name: parameter.numel() for name, parameter in self.parameters.items()}, self.lines.shard.size
         )
-        self.share = self.shares[self.lines.dp_cp.index]
+        self.share = self.shares[self.lines.shard.index]
         self._sums: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
             self._sums[name] = parameter
@@ -114,7 +116,8 @@ class ShardedOptimizer(Optimizer):
             holder.grad = None
 
     def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
-        """Give the masters the gradients of the whole minibatch, in one reduce-scatter, and drop those of the parameters.
+        """Give the masters the gradients of the whole minibatch, in one reduce-scatter (then a sum, where several ranks have
+        the same share), and drop those of the parameters.
 
         Sums over tp and pp come before, as there the same parameters lie in other ranks' shares. The part of each rank
         begins with whether its pieces have a gradient at all; see ``sum_gradients``.
@@ -122,7 +125,8 @@ class ShardedOptimizer(Optimizer):
         self.sum_parts()
         flat = torch.cat([x for share in self.shares for x in self._summands(share)])
         self.zero_grad()
-        sums = self.lines.dp_cp.reduce_scatter(flat, [len(share) + sum(map(len, share.values())) for share in self.shares])
+        sums = self.lines.shard.reduce_scatter(flat, [len(share) + sum(map(len, share.values())) for share in self.shares])
+        sums = self.lines.replicate.all_reduce(sums)
         there, *pieces = torch.split(sums, [len(self.share), *map(len, self.share.values())])
         for master, piece, count in zip(self.masters.values(), pieces, there.tolist(), strict=True):
             master.grad = piece if count else None
@@ -144,7 +148,7 @@ class ShardedOptimizer(Optimizer):
     def clip(self) -> float:
         gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         lines = self.lines
-        norm = float(gradient_norm(gradients, self._owned, (lines.dp_cp, lines.tp, lines.pp)))
+        norm = float(gradient_norm(gradients, self._owned, (lines.shard, lines.tp, lines.pp)))
         self._scale_down(gradients, norm)
         return norm
 
@@ -163,8 +167,8 @@ class ShardedOptimizer(Optimizer):
         shares = [{name: run for name, run in share.items() if name in names} for share in self.shares]
         like = {name: in_order(p, p) for name, p in self.parameters.items() if name in names}
         empty = self._anchor.new_empty(0, dtype=dtype)
-        own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.dp_cp.index])])
-        row = self.lines.dp_cp.all_gather(own, [sum(map(len, share.values())) for share in shares])
+        own = torch.cat([empty, *(pieces[name] for name in shares[self.lines.shard.index])])
+        row = self.lines.shard.all_gather(own, [sum(map(len, share.values())) for share in shares])
         parts = torch.split(row, [x.numel() for x in like.values()])
         return {
             name: in_order(part.view(x.shape), self.parameters[name])
@@ -177,9 +181,10 @@ class ShardedOptimizer(Optimizer):
         mine: dict[str, dict[str, Tensor]] = {}
         for key, name, tensor in super().states():
             mine.setdefault(name, {})[key] = tensor
-        for name, parameter in self.parameters.items():
+        turn, turns = self.lines.replicate.index, self.lines.replicate.size
+        for name, parameter in list(self.parameters.items())[turn::turns]:
             owners = [rank for rank, share in enumerate(self.shares) if name in share]
-            own, here = mine.get(name, {}), owners[0] == self.lines.dp_cp.index
+            own, here = mine.get(name, {}), owners[0] == self.lines.shard.index
             if here and "step" in own:
                 yield "step", name, own["step"]
             for key in (*MOMENTS, *(() if parameter.dtype == torch.float32 else ("master",))):
@@ -190,8 +195,8 @@ class ShardedOptimizer(Optimizer):
     def _whole(self, name: str, piece: Tensor | None) -> Tensor:
         """[n] all numbers of a parameter, of the pieces that several ranks own; zeros where there is none."""
         sizes = [len(share.get(name, range(0))) for share in self.shares]
-        empty = self._anchor.new_zeros(sizes[self.lines.dp_cp.index], dtype=torch.float32)
-        return self.lines.dp_cp.all_gather(empty if piece is None else piece, sizes)
+        empty = self._anchor.new_zeros(sizes[self.lines.shard.index], dtype=torch.float32)
+        return self.lines.shard.all_gather(empty if piece is None else piece, sizes)
 
     def _kept(self, name: str, tensor: Tensor | None) -> Tensor:
         return _piece(self._row(name, super()._kept(name, tensor)), self.share[name]).clone()

@@ -173,6 +173,19 @@ def test_ranks_that_cut_sequences_hold_whole_models(hybridflow: Program, ppo: Pa
     assert 0.5 <= parts["actor"]["optimizer_bytes"] / whole["actor"]["optimizer_bytes"] < 0.55
 
 
+@pytest.mark.parametrize("shard", ["zero1", "fsdp"])
+def test_a_rank_of_a_group_holds_its_part_of_what_the_group_shares_out(hybridflow: Program, ppo: Path, shard: str) -> None:
+    four = (ppo, *POOLS, "--placement.pools.train", "4", "--actor.mesh.shard", shard)
+    shares = []
+    for ranks in (4, 2):
+        found = hybridflow("graph", *four, "--actor.mesh.shard_ranks", str(ranks), "--json")
+        [actor] = [role for role in json.loads(found.out)["roles"] if role["name"] == "actor"]
+        shares.append({part: actor[f"{part}_bytes"] for part in ("weight", "gradient", "optimizer")})
+    times = {part: shares[1][part] / share for part, share in shares[0].items()}
+    whole = 2 if shard == "fsdp" else 1
+    assert times == pytest.approx({"weight": whole, "gradient": whole, "optimizer": 2}, rel=0.05)
+
+
 def test_dot_and_page_show_the_pools(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
     out = hybridflow("graph", ppo, *POOLS, "--dot").out
     clusters = re.findall(r'\n  subgraph "cluster (\w+)" { label="\1: 2 workers";((?: n\d;)+) }', out)

@@ -124,6 +124,8 @@ def test_training_shards_of_a_micro_group_tile_its_generation_shard() -> None:
         ({"dp": 0}, "mesh: dp = 0; expected at least one rank on every axis"),
         ({"tp": 2, "pp": -1}, "mesh: pp = -1; expected"),
         ({"cp": 0}, "mesh: cp = 0; expected"),
+        ({"shard_ranks": -1}, "mesh: shard_ranks = -1; expected"),
+        ({"dp": 2, "cp": 3, "shard_ranks": 4}, "mesh dp 2 x cp 3: shard_ranks = 4 doesn't divide 6 copies"),
         ({"tp": 2, "generation_tp": 0}, "mesh: generation_tp = 0; expected"),
         (
             {"dp": 2, "tp": 4, "generation_tp": 3},

@@ -21,7 +21,8 @@ from conftest import save, saved_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import TIMEOUT, in_processes
-from test_zero import CASES, MESHES, SPEC, WORLD, Case, context_of, data, through_files
+from test_zero import CASES, SPEC, WORLD, Case, context_of, data, through_files
+from test_zero import MESHES as ZERO_MESHES
 from torch import Tensor, nn
 
 from hybridflow.build_model import DecoderSource, critic_networks, policy_networks, text_networks
@@ -47,6 +48,7 @@ from hybridflow.workers.units import Units
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+MESHES = {**ZERO_MESHES, "dp2 x dp2": Mesh(dp=4, shard_ranks=2)}
 KINDS = ("fp32", "bf16", "value")
 CHECKPOINTING = "recomputed"
 
@@ -61,6 +63,7 @@ class Outcome(NamedTuple):
     held: tuple[int, int, int]
     num_parameters: tuple[int, int]
     traffic: dict[str, int]
+    summed: dict[str, int]
     forwards: int
 
 
@@ -72,9 +75,10 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
     case.update(one)
     assert one.offload() > 0 and one.onload("update") > 0
     forwards = [most for _, _, most in one._deal(Units.of(data(case.rows), "row"), 0)]
-    lines.dp.traffic.clear()
+    for line in (lines.shard, lines.replicate):
+        line.traffic.clear()
     case.update(one)
-    traffic = dict(lines.dp.traffic)
+    traffic, summed = dict(lines.shard.traffic), dict(lines.replicate.traffic)
     gradients = [master.grad for master in one.optimizer.masters.values() if master.grad is not None]
     held = storages(one.fsdp.tensors()), sum(x.nbytes for x in gradients), storages(one.optimizer.tensors())
     state, saved = through_files(lines, one, folder / "own")
@@ -86,7 +90,7 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
         assert told_again == told
     one.export(partial(exported, folder=folder / "model"))
     lines.dp.all_reduce(torch.zeros(1))
-    return Outcome(one.context.metrics, first, saved, again, held, one.num_parameters(), traffic, sum(forwards))
+    return Outcome(one.context.metrics, first, saved, again, held, one.num_parameters(), traffic, summed, sum(forwards))
 
 
 def storages(tensors: Any) -> int:
@@ -249,11 +253,11 @@ def test_a_rank_holds_its_part_of_everything(results: Results, mesh: str, case: 
         block, stage, slot = layout.coordinates(rank)
         place = Lines(tp=replace(ALONE, size=layout.tp, index=slot), pp=replace(ALONE, size=layout.pp, index=stage))
         module = sizes_at(CASES[case], place)
-        most, held = fsdp_bytes(module, layout.dp), results[rank][mesh, case].held
-        assert held == most if block == 0 else all(a <= b for a, b in zip(held, most, strict=True)), (held, most, rank)
+        most, held, first = fsdp_bytes(module, layout.sharing), results[rank][mesh, case].held, block % layout.sharing == 0
+        assert held == most if first else all(a <= b for a, b in zip(held, most, strict=True)), (held, most, rank)
         whole = sum(x.numel() for x in module.parameters() if x.requires_grad)
         rows = sum(prod(x.shape[1:]) for x in module.parameters())  # at most one more of each matrix
-        assert whole / layout.dp * 4 <= most[1] <= (whole / layout.dp + rows) * 4
+        assert whole / layout.sharing * 4 <= most[1] <= (whole / layout.sharing + rows) * 4
         assert most[2] == 2 * most[1] and training_bytes(module)[0] == 4 * whole
 
 
@@ -273,16 +277,19 @@ def test_every_rank_knows_how_many_parameters_there_are(results: Results, mesh: 
 
 @each_dp
 def test_bytes_sent_follow_the_formula(results: Results, mesh: str) -> None:
-    """A microbatch gathers a layer's weights twice and all others once, and reduces all gradients once, in equal parts."""
-    dp, model = MESHES[mesh].dp, alone("fp32").model
-    sizes = {name: len(runs(x.shape, dp)[0]) for name, x in model.named_parameters()}
+    """A microbatch gathers a layer's weights twice and all others once, and reduces all gradients once, in equal parts.
+    A minibatch sums the shards, and whether a parameter has a gradient, over those who have the same."""
+    dp, ranks, model = MESHES[mesh].dp, MESHES[mesh].sharing, alone("fp32").model
+    sizes = {name: len(runs(x.shape, ranks)[0]) for name, x in model.named_parameters()}
     layers = sum(size for name, size in sizes.items() if ".layers." in name)
     total = sum(sizes.values())
     for rank in range(dp):
         done: Outcome = results[rank][mesh, "fp32"]
         assert done.forwards >= 2
-        assert done.traffic["all_gather"] == done.forwards * (dp - 1) * 4 * (total + layers)
-        assert done.traffic["reduce_scatter"] == done.forwards * (dp - 1) * 4 * total
+        assert done.traffic["all_gather"] == done.forwards * (ranks - 1) * 4 * (total + layers)
+        assert done.traffic["reduce_scatter"] == done.forwards * (ranks - 1) * 4 * total
+        own = sum(len(runs(x.shape, ranks)[rank % ranks]) for x in model.parameters())
+        assert done.summed.get("all_reduce", 0) == 2 * (2 * 4 * (own + len(sizes)) * (dp // ranks - 1) // (dp // ranks))
 
 
 @each_mesh
@@ -319,7 +326,7 @@ def test_a_sampler_reads_the_weights_in_place(results: Results, mesh: str) -> No
 def test_networks_other_than_decoders_are_refused() -> None:
     networks = Networks(lambda: {"policy": nn.Linear(1, 1)}, "policy", (), "a net of 2 layers")
     two = replace(ALONE, size=2)
-    lines: Any = SimpleNamespace(dp=two, tp=ALONE, pp=ALONE, cp=ALONE, dp_cp=two)
+    lines: Any = SimpleNamespace(dp=two, tp=ALONE, pp=ALONE, cp=ALONE, dp_cp=two, shard=two, replicate=ALONE)
     args: dict[str, Any] = {"plan": UpdatePlan(), "total_steps": 1, "seed": 1, "shard": "fsdp"}
     with pytest.raises(UserError, match='shard = "fsdp" shards decoders, not a net of 2 layers'):
         Learner(WorkerContext(lines=lines), networks=networks, optimizer=OptimizerConfig(), **args)

@@ -199,7 +199,7 @@ def make(module: nn.Module, lines: ProcessMesh, mode: ShardMode, cut: None = Non
     config = OptimizerConfig(lr=0.01, weight_decay=0.1, max_grad_norm=1e9)
     if mode == "none":
         return Optimizer(module, config, 10, cut)
-    return ShardedOptimizer(module, config, 10, cut, Lines(dp_cp=lines.dp_cp))
+    return ShardedOptimizer(module, config, 10, cut, Lines(dp_cp=lines.dp_cp, shard=lines.shard))
 
 
 def without_gradients(lines: ProcessMesh) -> dict[str, Any]:
