@@ -124,6 +124,8 @@ HELD: tuple[tuple[str, str, Mesh, ShardMode], ...] = (
     ("fresh", "float32", Mesh(dp=4), "none"),
     ("fresh", "float32", Mesh(dp=4), "zero1"),
     ("fresh", "float32", Mesh(dp=4), "fsdp"),
+    ("fresh", "float32", Mesh(dp=4, shard_ranks=2), "zero1"),
+    ("fresh", "float32", Mesh(dp=4, shard_ranks=2), "fsdp"),
     ("fresh", "bfloat16", Mesh(dp=4), "none"),
     ("fresh", "bfloat16", Mesh(dp=4), "zero1"),
     ("fresh", "bfloat16", Mesh(dp=4), "fsdp"),
@@ -523,7 +525,8 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
             "section": "memory",
             "model": model,
             "dtype": dtype,
-            "mesh": f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, shard {shard}",
+            "mesh": f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, shard {shard}"
+            + f" by {mesh.shard_ranks}" * bool(mesh.shard_ranks),
             "counted": counted,
             "predicted": predicted,
             "ratio": sum(counted.values()) / sum(predicted.values()),
@@ -533,11 +536,12 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
 
 def configuration(model: str, dtype: str, mesh: Mesh, shard: ShardMode) -> RunConfig:
     size = {"fresh": FRESH} if model == "fresh" else {"model": model}
+    cut = {"tp": mesh.tp, "pp": mesh.pp, "shard": shard, "shard_ranks": mesh.shard_ranks}
     return validate(
         {
             "algorithm": "grpo",
             "run_dir": "unused",
-            "actor": {**size, "dtype": dtype, "mesh": {"tp": mesh.tp, "pp": mesh.pp, "shard": shard}},
+            "actor": {**size, "dtype": dtype, "mesh": cut},
             "data": {"task": "addition", "options": {"format": "compact"}},
             "generation": {"max_new_tokens": 8},
             "train": {"group_size": 2},
@@ -802,7 +806,7 @@ def follow_recipe(folder: Path, rank: int) -> Row:
     width = int(batch.lengths.max())
     networks = text_networks(partial(policy_networks, source, 1.0), "policy", "llama")
     sides: dict[str, Callable[[Batch], tuple[float, float]]] = {}
-    for shard in ("zero1", "none"):
+    for shard in ("zero1", "none", "fsdp"):
         worker = on_mesh(lambda: networks, mesh, rank, groups, shard, RECIPE_MICRO * width)
         assert worker is not None
         sides[f"hybridflow {shard}"] = partial(update_on_mesh, worker)

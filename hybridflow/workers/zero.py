@@ -116,8 +116,8 @@ class ShardedOptimizer(Optimizer):
             holder.grad = None
 
     def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
-        """Give the masters the gradients of the whole minibatch, in one reduce-scatter (then a sum, where several ranks have
-        the same share), and drop those of the parameters.
+        """Give the masters the gradients of the whole minibatch, in one reduce-scatter and, where several ranks have
+        the same share, one sum; and drop those of the parameters.
 
         Sums over tp and pp come before, as there the same parameters lie in other ranks' shares. The part of each rank
         begins with whether its pieces have a gradient at all; see ``sum_gradients``.
