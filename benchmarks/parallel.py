@@ -26,7 +26,8 @@ resident memory grows from before the model, against what ``hybridflow plan`` sa
 
 ``recipe``: the same optimizer step on 2 x 2 processes, dp 2 x tp 2, beside transformers' Llama parallelised as torchtitan
 does (parallelize_module, then fully_shard), on the same weights and rows in the same processes, taking turns: CPU-seconds
-of all four; losses and gradient norms are compared. Both take the same rows a microbatch and reduce gradients once a step.
+of all four; losses and gradient norms are compared. All take the same rows a microbatch and reduce gradients once a step,
+but for our "fsdp", which does so in every microbatch.
 
 ``context``: bytes that are saved for the backward pass of one sequence of ``LONG`` tokens, on the rank that has most of
 them, against 1 / cp of one process; and CPU-seconds of a forward and backward pass, of all ranks together.
