@@ -207,7 +207,7 @@ def test_the_commands_of_the_page_on_meshes_run(
     assert (tmp_path / "runs" / "cut" / "model" / "tokenizer.json").is_file()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_the_commands_of_the_page_on_the_hybrid_engine_run(
     hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
