@@ -19,7 +19,7 @@ from hybridflow.data.text import Tokenizer
 from hybridflow.models import sources
 from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import save_decoder
+from hybridflow.models.weights import read_spec, save_decoder
 from hybridflow.workers.checkpoint import PieceReader
 
 
@@ -135,6 +135,16 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def real_model() -> Path:
     """SmolLM2-135M in the user's own cache, fetched if it isn't there: tests of the demo run on the real model."""
     return sources.add("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def wordy_model(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random decoder over the real model's tokens, so that its samples hold words that scorers know."""
+    decoder = Decoder(DecoderSpec("llama", read_spec(real_model).vocab_size, 16, 32, 1, 2, 2, 8, 128))
+    init_weights(decoder, torch.Generator().manual_seed(0))
+    folder = tmp_path_factory.mktemp("models") / "wordy"
+    save_decoder(decoder, folder, copy_from=real_model)
+    return folder
 
 
 @pytest.fixture(scope="session")

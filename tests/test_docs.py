@@ -19,14 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import Outcome
 
 from hybridflow.core.config import parse
-from hybridflow.models.decoder import Decoder, init_weights
 from hybridflow.models.sources import MODELS, cache_home
-from hybridflow.models.spec import DecoderSpec
-from hybridflow.models.weights import read_spec, save_decoder
 from hybridflow.rollout import scorers
 from hybridflow.rollout.rewards import RewardConfig, RewardPool
 
@@ -111,15 +107,6 @@ def test_the_readme_s_commands_run(
             (tmp_path / "runs" / "demo" / "config.toml").touch()
         else:
             assert outcome.code == 0, (words, outcome)
-
-
-@pytest.fixture
-def wordy_model(real_model: Path, tmp_path: Path) -> Path:
-    """A tiny random decoder over the real model's tokens, so that its samples hold words that scorers know."""
-    decoder = Decoder(DecoderSpec("llama", read_spec(real_model).vocab_size, 16, 32, 1, 2, 2, 8, 128))
-    init_weights(decoder, torch.Generator().manual_seed(0))
-    save_decoder(decoder, tmp_path / "wordy", copy_from=real_model)
-    return tmp_path / "wordy"
 
 
 @pytest.mark.slow
