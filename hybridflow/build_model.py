@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig, section_of
+from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig, TrainedMeshConfig, section_of
 from hybridflow.core.errors import DataError, ModelError, UserError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer
@@ -69,21 +69,25 @@ class DecoderSource:
     device: torch.device
     seed: int
     activation_checkpointing: bool = False
+    sequence_parallel: bool = False
 
     def build(self, lines: Lines = WHOLE) -> Decoder:
         """The decoder, or what the rank at this place of a mesh holds of it."""
-        part = part_at(self.spec, lines)
+        part = self._part(lines)
         if self.folder is None or self.device.type == "meta":
             return self._ready(self._new(self.spec, part))
         return self._ready(load_decoder(self.folder, self.dtype, part))
 
     def body(self, lines: Lines = WHOLE) -> tuple[Decoder, Tensor | None]:
         """The decoder without language head, and the head of scores [1, D] of a reward model."""
-        spec, part = replace(self.spec, tied=True), replace(part_at(self.spec, lines), head=False)
+        spec, part = replace(self.spec, tied=True), replace(self._part(lines), head=False)
         if self.folder is None or self.device.type == "meta":
             return self._ready(self._new(spec, part)), None
         decoder, score = load_reward(self.folder, self.dtype, part)
         return self._ready(decoder), score
+
+    def _part(self, lines: Lines) -> Part:
+        return replace(part_at(self.spec, lines), sequence_parallel=self.sequence_parallel and lines.tp.size > 1)
 
     def _new(self, spec: DecoderSpec, part: Part) -> Decoder:
         if self.device.type == "meta":
@@ -108,9 +112,12 @@ def decoder_source(model: ModelConfig, config: RunConfig, vocab_size: int) -> De
     else:
         assert isinstance(model, ActorConfig) and model.fresh is not None, "validated"
         spec = fresh_spec(model.fresh, vocab_size)
-    recompute = isinstance(model, TrainedConfig) and model.activation_checkpointing
-    name = model.model or f"fresh {spec.family}"
-    return DecoderSource(name, spec, folder, DTYPES[config.dtype_of(model)], config.torch_device, config.seed, recompute)
+    name, dtype = model.model or f"fresh {spec.family}", DTYPES[config.dtype_of(model)]
+    source = DecoderSource(name, spec, folder, dtype, config.torch_device, config.seed)
+    if not isinstance(model, TrainedConfig):
+        return source
+    kept, cut = model.activation_checkpointing, isinstance(model.mesh, TrainedMeshConfig) and model.mesh.sequence_parallel
+    return replace(source, activation_checkpointing=kept, sequence_parallel=cut)
 
 
 def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
@@ -155,7 +162,8 @@ def actor_tokenizer(actor: ModelConfig, alphabet: str | None) -> Tokenizer:
 def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSource, vocab_size: int) -> DecoderSource:
     """The section's own model, or the actor's first weights."""
     if model.model is None:
-        model = config.actor.model_copy(update=model.model_dump(include={"dtype", "activation_checkpointing"}))
+        own = {name: value for name, value in model if name in ("dtype", "activation_checkpointing", "mesh")}
+        model = config.actor.model_copy(update=own)
     source = decoder_source(model, config, vocab_size)
     if source.spec.vocab_size != actor.spec.vocab_size:
         raise ModelError(

@@ -80,6 +80,8 @@ class TrainedMeshConfig(MeshConfig):
     shard_ranks: int = Field(0, ge=0)
     """so many neighbours, instead of all of those processes (0), share out, and gradients are summed over such groups:
     as many as a machine has, and nothing else is sent between machines"""
+    sequence_parallel: bool = False
+    """with tp, norms and residuals of a process are those of its tokens alone: fewer activations, a little more is sent"""
 
 
 class GenerationMeshConfig(Config):

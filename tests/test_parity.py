@@ -59,7 +59,7 @@ MESHES |= {
 }
 SHARED_OUT = {
     "4x1x1 fsdp": ("llama", "qwen2", "odd", "value", "one row", "partly frozen", "adamw", "bfloat16"),
-    "2x2x1 fsdp": ("llama", "qwen3", "odd", "value", "dpo", "one row"),
+    "2x2x1 fsdp": ("llama", "qwen3", "qwen3, sequence parallel", "odd", "value", "dpo", "one row"),
     "2x1x2 fsdp": ("llama", "qwen2", "value", "reward model", "one row", "lower layers frozen", "bfloat16"),
     "2x2x2 fsdp": ("llama, one microbatch", "odd"),
     "1x1x1x2 fsdp": ("llama", "value"),
@@ -132,6 +132,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     freeze: tuple[str, ...] = ()
     max_grad_norm: float = 0.5
+    sequence_parallel: bool = False
 
     @property
     def data(self) -> Batch:
@@ -140,6 +141,7 @@ class Case(NamedTuple):
     @property
     def networks(self) -> Networks:
         source = DecoderSource("a model", SPECS[self.spec], None, self.dtype, torch.device("cpu"), seed=3)
+        source = replace(source, sequence_parallel=self.sequence_parallel)
         build, main = {
             "value_loss": (partial(warm_critic, source), "value"),
             "pairwise": (partial(trained_reward, source), "reward"),
@@ -166,6 +168,7 @@ CASES = {
     "llama, one microbatch": Case("llama", PPO, token_budget=1000),
     "qwen2": Case("qwen2", PPO, token_budget=12),
     "qwen3": Case("qwen3", PPO),
+    "qwen3, sequence parallel": Case("qwen3", PPO, sequence_parallel=True),
     "odd": Case("odd", PPO),
     "value": Case("llama", value_loss.bind(clip=0.2)),
     "value, untied": Case("qwen2", value_loss.bind()),
@@ -181,7 +184,7 @@ CASES = {
 }
 
 
-FEW = ("llama", "qwen2", "odd", "value", "dpo")
+FEW = ("llama", "qwen2", "qwen3, sequence parallel", "odd", "value", "dpo")
 """The cases of meshes that are combinations of others, and slow: many processes that each wait for all others."""
 SLOW = ("2x2x1", "1x2x2", "2x2x2", "1x4x1", "2x1x1x2", "1x2x1x2", "1x1x2x2", "2x2x1x2")
 # Case by case: so ranks that a mesh has no use for don't wait long for the next mesh that they are in.
