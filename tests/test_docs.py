@@ -187,9 +187,10 @@ def test_the_commands_of_the_page_on_meshes_run(
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    train, graph = commands(ROOT / "docs" / "parallel.md")
-    trained, drawn = hybridflow(*shortened(train)[1:]), hybridflow(*graph[1:])
-    assert trained.code == drawn.code == 0, (trained, drawn)
+    train, graph, plan = commands(ROOT / "docs" / "parallel.md")
+    trained, drawn, planned = hybridflow(*shortened(train)[1:]), hybridflow(*graph[1:]), hybridflow(*plan[1:])
+    assert trained.code == drawn.code == planned.code == 0, (trained, drawn, planned)
+    assert re.search(r"\nactor +main +tp 2 x pp 2 ", planned.out)
     assert "step 3/3" in trained.out and re.search(r"\nactor +Learner +main +tp 2 x pp 2 ", drawn.out)
     assert (tmp_path / "runs" / "cut" / "model" / "tokenizer.json").is_file()
 
