@@ -175,11 +175,15 @@ def source_like_actor(model: ModelConfig, config: RunConfig, actor: DecoderSourc
 
 def part_at(spec: DecoderSpec, lines: Lines) -> Part:
     """What the rank at this place of a mesh holds of a decoder. UserError if it has fewer layers than stages."""
-    stages = lines.pp.size
-    if stages > spec.num_layers:
-        raise UserError(f"mesh: pp = {stages}, but the model has {spec.num_layers} layers; lower pp to {spec.num_layers}")
-    layers = cuts(spec.num_layers, stages)[lines.pp.index]
-    first, last = lines.pp.index == 0, lines.pp.index == stages - 1
+    ranks, chunks, most = lines.pp.size, lines.chunks, spec.num_layers
+    if ranks > most:
+        raise UserError(f"mesh: pp = {ranks}, but the model has {most} layers; lower pp to {most}")
+    if ranks * chunks > most:
+        found = f"mesh: pp {ranks} x chunks {chunks} = {ranks * chunks} stages, but the model has {most} layers"
+        raise UserError(f"{found}; lower chunks to {most // ranks}")
+    stages = cuts(most, ranks * chunks)
+    layers = stages[lines.pp.index] if chunks == 1 else tuple(stages[lines.pp.index :: ranks])
+    first, last = lines.pp.index == 0, lines.pp.index == ranks - 1
     return Part(layers, first=first, last=last, tp=lines.tp, pp=lines.pp, cp=lines.cp)
 
 
@@ -193,7 +197,8 @@ def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> No
             _check_cut(f"{section_of(role)}.", read_spec(resolve(section.model)), tp, pp)
             continue
         source = actor if role == "actor" else source_like_actor(section, config, actor, vocab_size)
-        _check_cut(f"{section_of(role)}.", source.spec, tp, pp)
+        chunks = section.mesh.chunks if isinstance(section, TrainedConfig) else 1
+        _check_cut(f"{section_of(role)}.", source.spec, tp, pp, chunks)
         if isinstance(section, TrainedConfig):
             (sizes,) = _networks_of(role, config.algorithm, replace(source, device=torch.device("meta"))).values()
             freeze(sizes, section.optimizer.freeze)
@@ -201,9 +206,9 @@ def check_meshes(config: RunConfig, actor: DecoderSource, vocab_size: int) -> No
     _check_cut("actor.generation_", actor.spec, config.actor.generation_mesh.tp, config.actor.generation_mesh.pp)
 
 
-def _check_cut(where: str, spec: DecoderSpec, tp: int, pp: int) -> None:
+def _check_cut(where: str, spec: DecoderSpec, tp: int, pp: int, chunks: int = 1) -> None:
     try:
-        part_at(spec, Lines(pp=Line(pp)))
+        part_at(spec, Lines(pp=Line(pp), chunks=chunks))
         head_cut(spec, 0, tp)
     except UserError as error:
         raise UserError(f"{where}{error}") from None

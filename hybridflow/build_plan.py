@@ -20,6 +20,7 @@ from hybridflow.generation.kv_cache import Shape, position_bytes
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.spec import DecoderSpec
+from hybridflow.parallel.pipeline_plan import interleaved
 from hybridflow.planner.flops import backward_flops, decode_flops, forward_flops
 from hybridflow.planner.memory import (
     Footprint,
@@ -177,8 +178,9 @@ def rank_need(
     forward = forward_bytes(stage, batch) if not updates or len(updates) < len(working) else 0
     if not updates:
         return batch, replace(footprint, forward=forward, working=forward)
-    in_flight = min(lines.pp.size - lines.pp.index, number)
-    whole, recomputed = (activation_bytes(replace(stage, checkpointing=c), batch) for c in (False, True))
+    plan, rank = interleaved(lines.pp.size, lines.chunks, number), lines.pp.index
+    kinds = (replace(stage, checkpointing=recompute).stages for recompute in (False, True))
+    whole, recomputed = (plan.in_flight(rank, [activation_bytes(one, batch) for one in stages]) for stages in kinds)
     gradients = size.gradient_bytes
     messages = 3 * stage.itemsize * batch.tokens * stage.spec.hidden_size if lines.pp.size > 1 else 0
     summed = beside = 0
@@ -187,12 +189,12 @@ def rank_need(
         summed = max(summed, gradients if mesh.sharing < mesh.copies else 0)
     elif mesh.copies > 1:
         summed = gradients if args["shard"] == "none" else gradients + gradients // mesh.sharing
-    learning = peak_bytes(stage, batch, gradients, in_flight, number) + messages + beside
+    learning = peak_bytes(stage, batch, gradients, plan, rank) + messages + beside
     working_bytes = max(learning, gradients + summed, (gradients if number > 1 else 0) + beside + forward)
     return batch, replace(
         footprint,
-        activations=in_flight * whole,
-        checkpointed=in_flight * recomputed,
+        activations=whole,
+        checkpointed=recomputed,
         forward=forward,
         head=head_buffer_bytes(stage, batch.actions, train=True),
         communication=max(summed, messages, beside),
@@ -228,6 +230,7 @@ def stage_of(args: Mapping[str, Any], lines: Lines, device: str) -> Stage | None
         checkpointing=decoder.activation_checkpointing,
         frozen=[*trained, True].index(True) if below else 0,
         trains_head=part.last and head == "policy" and decoder.head_weight.requires_grad,
+        chunks=tuple(map(len, part.chunks(decoder.spec.num_layers))),
     )
 
 

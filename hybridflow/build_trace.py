@@ -147,7 +147,8 @@ def _with_networks(size: RoleSize, args: Mapping[str, Any], mesh: Mesh) -> RoleS
 def places_of(mesh: Mesh) -> list[Lines]:
     """The ranks of one copy of a model."""
     copies, shard, places = Line(mesh.copies), Line(mesh.sharing), itertools.product(range(mesh.tp), range(mesh.pp))
-    return [Lines(tp=Line(mesh.tp, t), pp=Line(mesh.pp, p), dp_cp=copies, shard=shard) for t, p in places]
+    lines = Lines(dp_cp=copies, shard=shard, chunks=mesh.chunks)
+    return [replace(lines, tp=Line(mesh.tp, t), pp=Line(mesh.pp, p)) for t, p in places]
 
 
 def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:

@@ -82,6 +82,8 @@ class TrainedMeshConfig(MeshConfig):
     as many as a machine has, and nothing else is sent between machines"""
     sequence_parallel: bool = False
     """with tp, norms and residuals of a process are those of its tokens alone: fewer activations, a little more is sent"""
+    chunks: int = Field(1, ge=1)
+    """stages of the pipeline on each process, dealt out in turns: interleaved 1F1B, with a smaller bubble"""
 
 
 class GenerationMeshConfig(Config):
@@ -316,7 +318,9 @@ class RunConfig(Config):
         if self.runtime.kind == "ray":
             placement = self.placement.placement(self.roles())
             shard_ranks = {name: model.mesh.shard_ranks for name, model in self.trained_sections.items()}
-            return self._with_sampler(replace(placement, cuts=self.cuts, shard_ranks=shard_ranks))
+            chunks = {name: model.mesh.chunks for name, model in self.trained_sections.items()}
+            placement = replace(placement, cuts=self.cuts, shard_ranks=shard_ranks, chunks=chunks)
+            return self._with_sampler(placement)
         return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
 
     def _with_sampler(self, placement: Placement) -> Placement:
@@ -327,7 +331,7 @@ class RunConfig(Config):
         own, mesh = (self.actor.generation_mesh.tp, self.actor.generation_mesh.pp), self.actor.mesh
         cut, fits = mesh.tp * mesh.pp > 1, mesh.tp * mesh.pp % prod(own) == 0
         together = placement.pool_of("sampler") == placement.pool_of("actor")
-        if not together or not fits or (cut and mesh.shard == "fsdp"):
+        if not together or not fits or mesh.chunks > 1 or (cut and mesh.shard == "fsdp"):
             return replace(placement, cuts={**placement.cuts, "sampler": (*own, 1)})
         if not cut:
             return placement
@@ -427,6 +431,7 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
     if config.runtime.kind == "local" and config.actor.generation_mesh != GenerationMeshConfig():
         yield 'actor.generation_mesh: needs several processes; set runtime.kind = "ray", placement.pools and actor.mesh'
     yield from _shard_conflicts(config)
+    yield from _chunks_conflicts(config)
     for name, scorer in (("reward", config.reward), ("cost", config.cost)):
         if scorer.model is None and scorer.mesh != MeshConfig():
             yield f"{name}.mesh: functions aren't cut; remove it, or set {name}.model to a reward model"
@@ -447,6 +452,12 @@ def _shard_conflicts(config: RunConfig) -> Iterator[str]:
             yield f'{name}.mesh.shard = "fsdp" shards decoders, not networks for environments; use "zero1" or "none"'
     if config.actor.mesh.shard == "fsdp" and config.generation.engine == "vllm" and config.runtime.kind == "ray":
         yield 'actor.mesh.shard = "fsdp": vLLM reads whole weights; use "zero1", or generation.engine = "hybridflow"'
+
+
+def _chunks_conflicts(config: RunConfig) -> Iterator[str]:
+    for name, mesh in {section_of(role): model.mesh for role, model in config.trained_sections.items()}.items():
+        if mesh.chunks > 1 and mesh.pp == 1:
+            yield f"{name}.mesh.chunks = {mesh.chunks}: one process has no pipeline; set {name}.mesh.pp, or remove it"
 
 
 def section_of(role: str) -> str:

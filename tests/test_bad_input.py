@@ -182,6 +182,16 @@ def one_line(outcome: Outcome) -> str:
             'actor.mesh.shard_ranks: needs several processes; set runtime.kind = "ray" and placement.pools, or remove it',
         ),
         ({"actor__mesh": {"cp": 2}}, "actor.mesh: a cut model needs several processes"),
+        ({"actor__mesh": {"pp": 2, "chunks": 2}}, "actor.mesh: a cut model needs several processes"),
+        ({"actor__mesh": {"chunks": 0}}, "actor.mesh.chunks = 0: input should be greater than or equal to 1"),
+        (
+            {"actor__mesh": {"chunks": 2}},
+            "actor.mesh.chunks = 2: one process has no pipeline; set actor.mesh.pp, or remove it",
+        ),
+        (
+            {"runtime": RAY, "placement__pools": {"main": 2}, "actor__mesh": {"pp": 2, "chunks": 2}},
+            "actor.mesh: pp 2 x chunks 2 = 4 stages, but the model has 2 layers; lower chunks to 1",
+        ),
         (
             {"runtime": RAY, "placement__pools": {"main": 3}, "actor__mesh": {"pp": 3}},
             "actor.mesh: pp = 3, but the model has 2 layers; lower pp to 2",

@@ -115,6 +115,8 @@ def test_context_parallelism_is_part_of_a_mesh() -> None:
         ({}, {"tp": 2}, Mesh(4, 2)),
         ({"tp": 2, "shard": "fsdp"}, {}, Mesh(8)),
         ({"shard": "fsdp"}, {}, Mesh(8)),
+        ({"pp": 2, "chunks": 2}, {}, Mesh(8)),
+        ({"pp": 2, "chunks": 2}, {"pp": 2}, Mesh(4, 1, 2)),
     ],
 )
 def test_a_sampler_draws_in_place_where_its_layout_fits_the_actors(
@@ -124,6 +126,7 @@ def test_a_sampler_draws_in_place_where_its_layout_fits_the_actors(
     keys = {"actor__mesh": mesh, "actor__generation_mesh": generation}
     placed = on_ray(REVERSE, placement__pools={"main": 8}, **keys).placed
     assert placed.mesh_of("sampler", None) == sampler
+    assert placed.mesh_of("actor", None).chunks == mesh.get("chunks", 1)
     apart = on_ray(
         REVERSE, placement={"pools": {"a": 8, "b": 8}, "roles": {"actor": "a", "sampler": "b", "reward": "a"}}, **keys
     )

@@ -78,6 +78,25 @@ SHARED_OUT = {
 }
 """The cases of meshes whose data-parallel ranks share more than rows out, all of them or groups of so many."""
 MESHES |= {name: replace(MESHES[name.split()[0]], shard_ranks=int([*name.split(), 0][2])) for name in SHARED_OUT}
+CHUNKED = {
+    "1x1x2 none chunks": (
+        "llama",
+        "qwen2",
+        "odd",
+        "value",
+        "value, untied",
+        "reward model",
+        "lower layers frozen",
+        "adamw",
+    ),
+    "1x2x2 none chunks": ("llama", "qwen2", "value", "dpo"),
+    "2x1x2 none chunks": ("llama", "one row", "bfloat16"),
+    "1x1x2x2 none chunks": ("llama",),
+    "2x1x2 fsdp chunks": ("llama", "qwen2", "value", "one row"),
+    "2x1x2 zero1 chunks": ("llama",),
+}
+"""The cases of meshes on which each rank of a pipeline runs two stages."""
+MESHES |= {name: replace(MESHES[name.split()[0]], chunks=2) for name in CHUNKED}
 SPECS = {
     "llama": DecoderSpec("llama", 31, 16, 26, 4, 4, 2, 4, 64),
     "qwen2": DecoderSpec("qwen2", 33, 16, 22, 4, 4, 4, 4, 64, tied=False, qkv_bias=True),
@@ -189,7 +208,10 @@ FEW = ("llama", "qwen2", "qwen3, sequence parallel", "odd", "value", "dpo")
 SLOW = ("2x2x1", "1x2x2", "2x2x2", "1x4x1", "2x1x1x2", "1x2x1x2", "1x1x2x2", "2x2x1x2")
 # Case by case: so ranks that a mesh has no use for don't wait long for the next mesh that they are in.
 CELLS = [
-    (mesh, case) for case in CASES for mesh in MESHES if case in SHARED_OUT.get(mesh, FEW if mesh in SLOW else CASES.keys())
+    (mesh, case)
+    for case in CASES
+    for mesh in MESHES
+    if case in {**SHARED_OUT, **CHUNKED}.get(mesh, FEW if mesh in SLOW else CASES.keys())
 ]
 
 
@@ -263,7 +285,7 @@ def shard_of(mesh: str) -> Any:
 
 
 SAVED = "2x2x2"
-GOES_ON = ("2x2x2", "4x1x1", "1x2x1", "1x1x4", "1x1x2x2")
+GOES_ON = ("2x2x2", "4x1x1", "1x2x1", "1x1x4", "1x1x2x2", "1x2x2 none chunks")
 KEPT = {
     "tied": Case("llama", PPO, sgd=False, minibatches=1),
     "untied, bfloat16": Case("qwen2", PPO, sgd=False, minibatches=1, dtype=torch.bfloat16),

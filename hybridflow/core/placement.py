@@ -38,6 +38,7 @@ class Mesh:
     belongs to (section 5.3). Else the ranks of a replica are neighbours.
 
     ``shard_ranks``: so many neighbouring copies share weights or optimizer states out, where a role does so; 0: all.
+    ``chunks``: stages of the training pipeline on each of its ranks.
     """
 
     dp: int = 1
@@ -47,6 +48,7 @@ class Mesh:
     generation_pp: int | None = None
     cp: int = 1
     shard_ranks: int = 0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         for axis in fields(self):
@@ -186,7 +188,7 @@ class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
     weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp, cp) of roles whose
     models or sequences are cut over several processes; ``generation``: (tp, pp) of those that draw responses;
-    ``shard_ranks``: see ``Mesh``."""
+    ``shard_ranks``, ``chunks``: see ``Mesh``."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class Placement:
     cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     generation: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     shard_ranks: Mapping[str, int] = field(default_factory=dict)
+    chunks: Mapping[str, int] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -205,4 +208,5 @@ class Placement:
         size, (tp, pp, cp) = self.pool_of(role).size, self.cuts.get(role, (1, 1, 1))
         size = size if max_workers is None else min(size, max_workers)
         generation_tp, generation_pp = self.generation.get(role, (None, None))
-        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp, self.shard_ranks.get(role, 0))
+        shard_ranks, chunks = self.shard_ranks.get(role, 0), self.chunks.get(role, 1)
+        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp, shard_ranks, chunks)

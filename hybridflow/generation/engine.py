@@ -207,8 +207,8 @@ class _Flight:
         with torch.inference_mode():
             self.weights = RolloutWeights(engine.decoder, steps, engine.precision)
             like = engine.decoder.anchor.new_empty(0, dtype=rollout_dtype(engine.precision, engine.decoder.anchor.dtype))
-            layers = engine.decoder.part.layers
-            self.cache = KVCache(engine.held, like, 0 if layers is None else layers.start)
+            (layers,) = engine.decoder.part.chunks(engine.decoder.spec.num_layers)
+            self.cache = KVCache(engine.held, like, layers.start)
 
     def add(self, request: Request, limit: int) -> int:
         number = self.table.add(request, limit)

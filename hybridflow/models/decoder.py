@@ -19,6 +19,8 @@ this process holds. n = N tokens, or those of this rank with sequence parallelis
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,11 +62,14 @@ class Part:
     of ``tp`` cut the tokens among them where they would all do the same with them. ``pp``: its stages. ``cp``: the
     ranks that have the other tokens of its sequences; the decoder itself knows its own tokens alone.
 
+    Several runs of ``layers`` are chunks, stages of an interleaved pipeline: the embedding goes with the first chunk of the
+    ``first`` rank, the final norm with the last chunk of the ``last`` one.
+
     With ``pieces`` k each slice is stored as k smaller ones, those of ranks index k to (index + 1) k - 1 of a line of
     tp.size k: what they hold while training, see ``models.layout``.
     """
 
-    layers: range | None = None
+    layers: range | tuple[range, ...] | None = None
     first: bool = True
     last: bool = True
     head: bool = True
@@ -73,6 +78,19 @@ class Part:
     pp: Line = ALONE
     pieces: int = 1
     cp: Line = ALONE
+
+    def chunks(self, num_layers: int) -> tuple[range, ...]:
+        """The layers of each, of a model that has ``num_layers``."""
+        layers = range(num_layers) if self.layers is None else self.layers
+        return layers if isinstance(layers, tuple) else (layers,)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.layers) if isinstance(self.layers, tuple) else 1
+
+    def ends(self, chunk: int) -> bool:
+        """Whether a chunk is the last stage of the pipeline."""
+        return self.last and chunk == self.num_chunks - 1
 
 
 class Decoder(nn.Module):
@@ -96,7 +114,7 @@ class Decoder(nn.Module):
         vocabulary, size = self.local.vocab_size, spec.hidden_size
         self.register_module("embed", nn.Embedding(vocabulary, size) if "embed.weight" in self.shards else None)
         self.layers = nn.ModuleList()
-        for index in self.part.layers if self.part.layers is not None else range(spec.num_layers):
+        for index in chain(*self.part.chunks(spec.num_layers)):
             self.layers.add_module(str(index), Layer(self.local, index, self.region, fused))
         self.register_module("norm", RMSNorm(size, spec.norm_eps) if self.part.last else None)
         self.lm_head = Linear(size, vocabulary, bias=False) if "lm_head.weight" in self.shards else None
@@ -106,22 +124,26 @@ class Decoder(nn.Module):
         # Plain attributes, not buffers: they stay fp32 whatever the dtype of the weights.
         self._cos, self._sin = rope_tables(spec, 0, torch.device("cpu"))
 
-    def forward(self, inputs: Tensor, positions: Tensor, attend: Attend, outputs: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attend: Attend, outputs: Tensor | None = None, chunk: int = 0
+    ) -> Tensor:
         """tokens [N], positions [N] (place of each token in its sequence) -> hidden [M, D], normalised.
 
         outputs [M]: the tokens whose hidden state is wanted, all by default; the others are spared most of the last layer.
         A later pipeline stage takes, instead of tokens, what the stage before returns: [n, D] before the last layer, see
-        ``num_states``. The ranks of ``part.tp`` all take the same and return the same, and expect the same gradient.
+        ``num_states``. ``chunk``: which of the stages that are here. The ranks of ``part.tp`` all take the same and return
+        the same, and expect the same gradient.
         """
-        x = self.embedded(inputs) if self.part.first else inputs
+        x = self.embedded(inputs) if self.part.first and chunk == 0 else inputs
         cos, sin = self.rope(positions, x.dtype)
-        for layer in self.layers:
-            wanted = outputs if layer.index == self.spec.num_layers - 1 else None
+        for index in self.part.chunks(self.spec.num_layers)[chunk]:
+            layer: Any = self.layers.get_submodule(str(index))
+            wanted = outputs if index == self.spec.num_layers - 1 else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, attend, wanted, use_reentrant=False)
             else:
                 x = layer(x, cos, sin, attend, wanted)
-        if not self.part.last:
+        if not self.part.ends(chunk):
             return x
         return self.region.whole(self.norm(x), len(positions if outputs is None else outputs))
 
@@ -325,7 +347,7 @@ def rope_tables(spec: DecoderSpec, length: int, device: torch.device) -> tuple[T
 
 def part_shards(spec: DecoderSpec, part: Part) -> dict[str, Shard]:
     """The slices that ``Decoder(spec, part)`` holds, by parameter."""
-    layers = range(spec.num_layers) if part.layers is None else part.layers
+    layers = set(chain(*part.chunks(spec.num_layers)))
     copied = part.last and part.head and spec.tied and not part.first
     there = {"embed": part.first or copied, "norm": part.last, "lm_head": part.last and part.head}
     size, first = part.tp.size * part.pieces, part.tp.index * part.pieces

@@ -37,12 +37,12 @@ class Packed(NamedTuple):
     outputs: Tensor
 
 
-def run(model: Any, batch: Batch, received: Tensor | None) -> Any:
+def run(model: Any, batch: Batch, received: Tensor | None, chunk: int) -> Any:
     """What ``read`` returns; of a pipeline stage before the last one, its activations. A later stage than the first goes on
-    from what it has ``received``."""
+    from what it has ``received``. ``chunk``: which one of the stages that are here."""
     tokens, *rest = model.pack(batch)
-    hidden = model.decoder(tokens if received is None else received, *rest)
-    return model.read(hidden, batch) if model.decoder.part.last else hidden
+    hidden = model.decoder(tokens if received is None else received, *rest, chunk=chunk)
+    return model.read(hidden, batch) if model.decoder.part.ends(chunk) else hidden
 
 
 class TextPolicy(nn.Module):
@@ -55,9 +55,9 @@ class TextPolicy(nn.Module):
         super().__init__()
         self.decoder, self.temperature = decoder, temperature
 
-    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
+    def outputs(self, batch: Batch, received: Tensor | None = None, chunk: int = 0) -> Any:
         """``log_probs`` and ``entropy``, [N] over the action steps, fp32."""
-        return run(self, batch, received)
+        return run(self, batch, received, chunk)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
@@ -90,9 +90,9 @@ class TextCritic(nn.Module):
         nn.init.zeros_(head.bias)
         self.register_module("head", head if decoder.part.last else None)
 
-    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
+    def outputs(self, batch: Batch, received: Tensor | None = None, chunk: int = 0) -> Any:
         """``values`` [N] over the action steps, fp32."""
-        return run(self, batch, received)
+        return run(self, batch, received, chunk)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""
@@ -123,9 +123,9 @@ class TextReward(nn.Module):
         self.decoder = decoder
         self.register_parameter("score", nn.Parameter(score.to(decoder.anchor, copy=True)) if decoder.part.last else None)
 
-    def outputs(self, batch: Batch, received: Tensor | None = None) -> Any:
+    def outputs(self, batch: Batch, received: Tensor | None = None, chunk: int = 0) -> Any:
         """``scores`` [B], fp32."""
-        return run(self, batch, received)
+        return run(self, batch, received, chunk)
 
     def pack(self, batch: Batch) -> Packed:
         """What the decoder, or each of its pipeline stages, reads of the batch."""

@@ -139,11 +139,12 @@ class Plan:
         sent = (self.message(rank, action) for rank, action in self.order)
         return tuple(message for message in sent if message is not None)
 
-    def in_flight(self, rank: int) -> int:
-        """The most (microbatch, chunk) pairs whose activations a rank holds for their way back at any time."""
-        held, most = 0, 0
+    def in_flight(self, rank: int, sizes: Sequence[int] = ()) -> int:
+        """The most (microbatch, chunk) pairs whose activations a rank holds for their way back at any time; with the
+        ``sizes`` of a microbatch's activations, by chunk, the most that they take."""
+        held, most, sizes = 0, 0, sizes or (1,) * self.chunks
         for action in self.actions[rank]:
-            held += 1 if isinstance(action, Forward) else -1
+            held += sizes[action.chunk] * (1 if isinstance(action, Forward) else -1)
             most = max(most, held)
         return most if self.trains else 0
 

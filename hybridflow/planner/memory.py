@@ -7,7 +7,7 @@ H heads, K key-value heads, E size of a head, I intermediate size, V vocabulary,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,7 @@ from hybridflow.models.decoder import SLOW_WIDTH
 from hybridflow.models.layout import local_spec
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.log_probs import CHUNK_BYTES, KEPT_BYTES
+from hybridflow.parallel.pipeline_plan import Plan
 from hybridflow.parallel.shard import lengths
 
 __all__ = [
@@ -54,7 +55,8 @@ class Stage:
     """What of a decoder a rank runs, ``layers`` of them, and how. ``rank``: its place in a tensor-parallel line of ``tp``.
 
     ``frozen``: layers at the beginning before which nothing is trained, so that nothing is saved in them. ``trains_head``:
-    whether the matrix of the vocabulary has a gradient.
+    whether the matrix of the vocabulary has a gradient. ``chunks``: of an interleaved pipeline, the layers of each
+    stage that the rank runs.
     """
 
     spec: DecoderSpec
@@ -70,6 +72,16 @@ class Stage:
     checkpointing: bool = False
     frozen: int = 0
     trains_head: bool = True
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> list[Stage]:
+        """One for each of the chunks; else itself."""
+        first, *others = self.chunks or (self.layers,)
+        start = replace(self, layers=first, last=self.last and not others, frozen=min(first, self.frozen), chunks=())
+        ends = [self.last and number == len(others) for number in range(1, len(others) + 1)]
+        later = zip(others, ends, strict=True)
+        return [start, *(replace(start, layers=n, first=False, last=end, frozen=0) for n, end in later)]
 
     @cached_property
     def local(self) -> DecoderSpec:
@@ -133,15 +145,26 @@ def forward_bytes(stage: Stage, batch: Microbatch) -> int:
     return max(layer, head) + size * 2 * batch.tokens * s.head_dim
 
 
-def peak_bytes(stage: Stage, batch: Microbatch, gradients: int, in_flight: int, microbatches: int) -> int:
+def peak_bytes(stage: Stage, batch: Microbatch, gradients: int, plan: Plan, rank: int) -> int:
     """The most that a step takes besides weights and optimizer until its gradients are there: at the start of the way back
-    of the last of the microbatches ``in_flight``, or at its end. Gradients of earlier ``microbatches`` are there."""
+    of the last of the microbatches that ``plan`` has in flight on a rank, or at its end. Gradients of earlier ones
+    are there, if any."""
+    kept = [_kept_bytes(one, batch) for one in stage.stages]
+    held, earlier = plan.in_flight(rank, kept), plan.in_flight(rank) < len(plan.actions[rank]) // 2
+    pairs = zip(kept, stage.stages, strict=True)
+    return max(held - own + _way_back_bytes(one, batch, gradients, earlier) for own, one in pairs)
+
+
+def _kept_bytes(stage: Stage, batch: Microbatch) -> int:
+    """What a microbatch holds while others go their way back."""
+    return activation_bytes(stage, batch) - (max(_layers(stage, batch), default=0) if stage.checkpointing else 0)
+
+
+def _way_back_bytes(stage: Stage, batch: Microbatch, gradients: int, earlier: bool) -> int:
     saved, layer = activation_bytes(stage, batch), max(_layers(stage, batch), default=0)
     start = saved - (layer if stage.checkpointing else 0) + head_buffer_bytes(stage, batch.actions, train=True)
     within = saved - _outputs(stage, batch) if stage.checkpointing else layer
-    others = (in_flight - 1) * (saved - (layer if stage.checkpointing else 0))
-    earlier = gradients if microbatches > in_flight else 0
-    return others + max(earlier + start, gradients + within)
+    return max((gradients if earlier else 0) + start, gradients + within)
 
 
 def head_buffer_bytes(stage: Stage, tokens: int, train: bool) -> int:

@@ -24,7 +24,7 @@ from hybridflow.models.policy import network_shards
 from hybridflow.parallel.context import num_own
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.pipeline import Wire, run_pipeline
-from hybridflow.parallel.pipeline_plan import forward_only, one_f_one_b
+from hybridflow.parallel.pipeline_plan import forward_only, interleaved
 from hybridflow.parallel.shard import Shard
 
 __all__ = ["WHOLE", "Cut", "Lines", "run_microbatches"]
@@ -35,7 +35,7 @@ Use = Callable[[int, Batch, Any], Any]
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a rank's mesh, each of one where there is no mesh."""
+    """The lines of a rank's mesh, each of one where there is no mesh. ``chunks``: stages on each rank of ``pp``."""
 
     dp: Line = ALONE
     tp: Line = ALONE
@@ -44,13 +44,15 @@ class Lines:
     dp_cp: Line = ALONE
     shard: Line = ALONE
     replicate: Line = ALONE
+    chunks: int = 1
 
     @staticmethod
     def of(context: WorkerContext) -> Lines:
         lines = context.lines
         if lines is None:
             return WHOLE
-        return Lines(lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp, lines.shard, lines.replicate)
+        axes = (lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp, lines.shard, lines.replicate)
+        return Lines(*axes, chunks=lines.mesh.chunks)
 
     @property
     def whole(self) -> bool:
@@ -102,19 +104,20 @@ def _use(use: Use, number: int, batch: Batch, outputs: Mapping[str, Tensor]) -> 
 
 def _run_pipeline(model: Any, batches: list[Batch], use: Use, pp: Line, train: bool) -> dict[int, Any]:
     decoder: Decoder = model.decoder
+    chunks = decoder.part.num_chunks
 
-    def stage(number: int, received: Tensor | None) -> Any:
+    def stage(chunk: int, number: int, received: Tensor | None) -> Any:
         batch = batches[number]
-        outputs = model.outputs(batch, received)
-        return use(number, batch, outputs) if decoder.part.last else outputs
+        outputs = model.outputs(batch, received, chunk)
+        return use(number, batch, outputs) if decoder.part.ends(chunk) else outputs
 
     def shape_of(number: int) -> tuple[int, ...]:
         tokens = num_own(batches[number].lengths, decoder.part.cp)
         return decoder.num_states(tokens), decoder.spec.hidden_size
 
-    plan = one_f_one_b(pp.size, len(batches)) if train else forward_only(pp.size, 1, len(batches))
+    plan = (interleaved if train else forward_only)(pp.size, chunks, len(batches))
     wire = Wire(pp.group, pp.index, pp.size, shape_of, decoder.dtype, decoder.anchor.device, pp.traffic)
-    return run_pipeline(plan, [stage], wire)
+    return run_pipeline(plan, [partial(stage, chunk) for chunk in range(chunks)], wire)
 
 
 class Cut:

@@ -1,6 +1,7 @@
 """The decoder's own shortcuts change nothing."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.build_model import part_at
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError
 from hybridflow.models.decoder import CausalAttention, Decoder, Part, init_weights
 from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.models.weights import hf_state, load_hf_state, save_decoder
+from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.tensor import take
+from hybridflow.workers.parts import Lines
 
 SPEC = DecoderSpec(
     family="qwen3",
@@ -105,6 +109,26 @@ def test_stages_one_after_another_are_the_whole(kind: str, tied: bool, parts: tu
         if parameter.grad is not None:
             torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-6)
     assert not gradients
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_chunks_in_turns_are_the_whole(kind: str) -> None:
+    spec = replace(SPEC, num_layers=5)
+    parts = [part_at(spec, Lines(pp=Line(2, rank), chunks=2)) for rank in range(2)]
+    assert [part.layers for part in parts] == [(range(0, 1), range(2, 3)), (range(1, 2), range(3, 5))]
+    made = [Decoder(spec, replace(part, head=kind == "policy")) for part in [*parts, Part()]]
+    for decoder in made:
+        init_weights(decoder, torch.Generator().manual_seed(0))
+    *ranks, alone = [network(kind, decoder) for decoder in made]
+    lengths = LENGTHS.numpy()
+    mask = np.concatenate([np.arange(length) >= 2 for length in lengths])
+    tokens = np.random.default_rng(0).integers(0, 50, lengths.sum())
+    batch = Batch({"tokens": Ragged(tokens, lengths), "response_mask": Ragged(mask, lengths)})
+    states: Any = None
+    for chunk, rank in product(range(2), ranks):
+        states = rank.outputs(batch, states, chunk)
+    expected = alone.outputs(batch)
+    assert {name: torch.equal(value, expected[name]) for name, value in states.items()} == dict.fromkeys(expected, True)
 
 
 def test_a_part_is_not_saved_as_the_model(tmp_path: Path) -> None:

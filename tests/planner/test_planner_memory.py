@@ -26,7 +26,7 @@ from hybridflow.models.policy import TextCritic, TextPolicy, TextReward
 from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.losses import ppo_clip
 from hybridflow.parallel.mesh import ProcessMesh
-from hybridflow.parallel.pipeline_plan import one_f_one_b
+from hybridflow.parallel.pipeline_plan import interleaved, one_f_one_b
 from hybridflow.planner.memory import Head, Microbatch, Stage, activation_bytes, forward_bytes, peak_bytes
 from hybridflow.workers.learner import Learner, UpdatePlan
 from hybridflow.workers.networks import Networks
@@ -109,6 +109,22 @@ def test_stages_of_a_pipeline_save_their_own(dtype: torch.dtype) -> None:
     assert activation_bytes(stages[0], micro) == saved_by(first, lambda: run(first))
     held = received.nbytes if dtype == torch.bfloat16 else 0  # no node saves it; the pipeline holds it
     assert activation_bytes(stages[1], micro) == saved_by(last, lambda: run(last, received)) + held
+
+
+def test_chunks_of_a_rank_save_their_own_and_a_plan_says_how_many_there_are() -> None:
+    spec, (batch, micro) = SPECS["llama"], batch_of(LENGTHS["varied"], 100)
+    model = network(spec, "policy", torch.float32, Part((range(1, 2), range(2, 3)), first=False))
+    stages = Stage(spec, 2, "policy", first=False, chunks=(1, 1)).stages
+    received = torch.randn(micro.tokens, spec.hidden_size, requires_grad=True)
+    saved = [activation_bytes(stage, micro) for stage in stages]
+    assert saved == [saved_by(model, lambda c=c: model.outputs(batch, received, c)) for c in range(2)]
+    assert interleaved(2, 2, 4).in_flight(1, saved) == 2 * saved[0] + max(saved)
+    assert interleaved(2, 2, 1).in_flight(1, saved) == sum(saved)
+    embedded = Stage(spec, 3, "policy", last=False, frozen=3, chunks=(1, 2)).stages
+    assert [(one.layers, one.frozen, one.first, one.last) for one in embedded] == [
+        (1, 1, True, False),
+        (2, 0, False, False),
+    ]
 
 
 def test_frozen_layers_at_the_beginning_save_nothing() -> None:
@@ -200,7 +216,7 @@ def test_a_step_allocates_what_is_predicted(dtype: torch.dtype, checkpointing: b
     rows = min(whole.rows, budget // whole.width)
     micro = Microbatch(rows, whole.width, rows * whole.width, rows * (whole.width - PROMPT))
     stage = Stage(WIDE, 4, "policy", itemsize=dtype.itemsize, checkpointing=checkpointing)
-    predicted = peak_bytes(stage, micro, gradients, in_flight=1, microbatches=whole.rows // rows)
+    predicted = peak_bytes(stage, micro, gradients, one_f_one_b(1, whole.rows // rows), 0)
     # The gradients of the step before were there already, and are dropped first.
     assert allocated(lambda: worker.update(batch, ppo_clip.bind(clip=0.2))) == pytest.approx(predicted, rel=0.1)
 
