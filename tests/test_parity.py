@@ -227,6 +227,7 @@ class Outcome(NamedTuple):
 
 def outcome(case: Case, context: WorkerContext, shard: ShardMode = "none") -> Outcome:
     one, data = case.learner(context, shard), case.data
+    assert one.model.decoder.part.num_chunks == context.mesh.chunks
     norms, gradients, clip = list[float](), list[dict[str, Tensor]](), one.optimizer.clip
 
     def full(tensors: Mapping[str, Tensor], pieces: bool) -> dict[str, Tensor]:
