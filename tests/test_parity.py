@@ -89,7 +89,7 @@ CHUNKED = {
         "lower layers frozen",
         "adamw",
     ),
-    "1x2x2 none chunks": ("llama", "qwen2", "value", "dpo"),
+    "1x2x2 none chunks": ("llama", "qwen2", "qwen3, sequence parallel", "value", "dpo"),
     "2x1x2 none chunks": ("llama", "one row", "bfloat16"),
     "1x1x2x2 none chunks": ("llama",),
     "2x1x2 fsdp chunks": ("llama", "qwen2", "value", "one row"),
