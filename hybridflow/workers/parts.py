@@ -52,7 +52,7 @@ class Lines:
         if lines is None:
             return WHOLE
         axes = (lines.dp, lines.tp, lines.pp, lines.cp, lines.dp_cp, lines.shard, lines.replicate)
-        return Lines(*axes, chunks=lines.mesh.chunks)
+        return Lines(*axes, chunks=context.mesh.chunks)
 
     @property
     def whole(self) -> bool:
