@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -151,8 +151,12 @@ class Learner(Shelved):
             finally:
                 self.hybrid.training()
             return
-        with nullcontext() if self.fsdp is None else self.fsdp.reading():
+        with self._gathered():
             yield None
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """As long as it lasts, parameters are whole, but for their cuts."""
+        return nullcontext() if self.fsdp is None else self.fsdp.reading()
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
     def update(self, batch: Batch, loss: Fn, /) -> Batch:
@@ -322,7 +326,7 @@ class Learner(Shelved):
         """Call ``save`` with the main network on rank 0; of a cut one, with what each rank of the first copy holds, and
         they write it together. Returns its version. Whoever calls this waits until it is done: ``save`` may read what the
         caller then removes."""
-        with self.reading():
+        with self._gathered():
             if self.context.rank == 0 if self.lines.whole else self.lines.dp_cp.index == 0:
                 save(self.model)
         return self.version

@@ -233,3 +233,19 @@ def test_every_update_deals_its_minibatches_anew() -> None:
     one.update(batch(), LOSSES[0])
     one.update(batch(), LOSSES[0])
     assert dealt[:4] != dealt[4:]
+
+
+class NoTransition:
+    """A hybrid engine that must not change its layout."""
+
+    def generation(self) -> None:
+        raise AssertionError("every rank would hold its generation slices")
+
+
+def test_an_export_reads_what_is_trained_and_gathers_nothing_to_generate() -> None:
+    one, saved = learner(), list[Any]()
+    one.hybrid = NoTransition()  # type: ignore[assignment]
+    one.export(saved.append)
+    assert saved == [one.model]
+    with pytest.raises(AssertionError, match="generation slices"), one.reading():
+        pass
