@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -84,6 +83,10 @@ class TrainedMeshConfig(MeshConfig):
     """with tp, norms and residuals of a process are those of its tokens alone: fewer activations, a little more is sent"""
     chunks: int = Field(1, ge=1)
     """stages of the pipeline on each process, dealt out in turns: interleaved 1F1B, with a smaller bubble"""
+
+
+AXES = {"tp", "pp", "cp", "shard_ranks", "chunks"}
+"""keys of a mesh that lay ranks out: fields of ``Mesh``"""
 
 
 class GenerationMeshConfig(Config):
@@ -316,11 +319,8 @@ class RunConfig(Config):
     def placed(self) -> Placement:
         """The pools, and the pool of each role; on the local runtime all of them are in the driver."""
         if self.runtime.kind == "ray":
-            placement = self.placement.placement(self.roles())
-            shard_ranks = {name: model.mesh.shard_ranks for name, model in self.trained_sections.items()}
-            chunks = {name: model.mesh.chunks for name, model in self.trained_sections.items()}
-            placement = replace(placement, cuts=self.cuts, shard_ranks=shard_ranks, chunks=chunks)
-            return self._with_sampler(placement)
+            meshes = {name: section.mesh.model_dump(include=AXES) for name, section in self.model_sections.items()}
+            return self._with_sampler(replace(self.placement.placement(self.roles()), meshes=meshes))
         return Placement((ResourcePool("driver", (1,)),), dict.fromkeys(self.roles(), "driver"), "driver")
 
     def _with_sampler(self, placement: Placement) -> Placement:
@@ -328,15 +328,17 @@ class RunConfig(Config):
         weights in place; else it has a mesh of its own, and gets a copy."""
         if "sampler" not in self.roles() or self.generation.engine != "hybridflow":
             return placement
-        own, mesh = (self.actor.generation_mesh.tp, self.actor.generation_mesh.pp), self.actor.mesh
-        cut, fits = mesh.tp * mesh.pp > 1, mesh.tp * mesh.pp % prod(own) == 0
+        own, mesh = self.actor.generation_mesh, self.actor.mesh
+        cut, fits = mesh.tp * mesh.pp > 1, mesh.tp * mesh.pp % (own.tp * own.pp) == 0
         together = placement.pool_of("sampler") == placement.pool_of("actor")
         if not together or not fits or mesh.chunks > 1 or (cut and mesh.shard == "fsdp"):
-            return replace(placement, cuts={**placement.cuts, "sampler": (*own, 1)})
+            return replace(placement, meshes={**placement.meshes, "sampler": own.model_dump()})
         if not cut:
             return placement
-        cuts = {**placement.cuts, "sampler": (mesh.tp, mesh.pp, 1)}  # ranks that share sequences draw some each
-        return replace(placement, cuts=cuts, generation=dict.fromkeys(("actor", "sampler"), own))
+        generation = {"generation_tp": own.tp, "generation_pp": own.pp}
+        of_actor = {**placement.meshes["actor"], **generation}
+        of_sampler = {"tp": mesh.tp, "pp": mesh.pp, **generation}  # ranks that share sequences draw some each
+        return replace(placement, meshes={**placement.meshes, "actor": of_actor, "sampler": of_sampler})
 
     @property
     def needs_reference(self) -> bool:

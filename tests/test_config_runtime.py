@@ -89,11 +89,9 @@ def test_all_that_is_missing_is_told_at_once() -> None:
 def test_a_mesh_cuts_the_models_of_its_section_and_the_rest_of_the_pool_is_data_parallel() -> None:
     keys = {"algorithm": "safe_rlhf", "cost__functions": [WORDS], "kl__coef": 0.1, "placement__pools": {"main": 8}}
     placed = on_ray(REVERSE, **keys, actor__mesh={"tp": 2, "pp": 2}, critic={"mesh": {"pp": 4}}).placed
-    assert placed.cuts == dict.fromkeys(("actor", "sampler"), (2, 2, 1)) | dict.fromkeys(
-        ("critic", "cost_critic"), (1, 4, 1)
-    )
     assert placed.mesh_of("actor", None) == Mesh(2, 2, 2, 1, 1) and placed.mesh_of("cost_critic", None) == Mesh(2, 1, 4)
-    assert placed.mesh_of("reference", None) == Mesh(dp=8)
+    assert placed.mesh_of("reference", None) == Mesh(dp=8) and placed.mesh_of("critic", None) == Mesh(2, 1, 4)
+    assert placed.mesh_of("sampler", None) == placed.mesh_of("actor", None)
     with pytest.raises(ConfigError) as told:
         on_ray(REVERSE, **keys, critic={"mesh": {"tp": 3}})
     assert len(told.value.problems) == 1 and "critic.mesh: tp 3 x pp 1 = 3 processes" in told.value.problems[0]

@@ -101,7 +101,11 @@ class Mesh:
 
     def context(self, rank: int) -> int:
         """c of a rank: which tokens of its block's rows it has."""
-        return rank // (self.pp * self.tp) % self.cp
+        return self.copy(rank) % self.cp
+
+    def copy(self, rank: int) -> int:
+        """Which of the ``copies`` a rank holds a part of."""
+        return rank // (self.pp * self.tp)
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -124,9 +128,9 @@ class Mesh:
         """(replica, p_g, t_g): which copy of the model a rank belongs to while generating, and its place in that copy."""
         if not self.nested:
             return self.neighbouring_replica(rank)
-        (d, p, t), (generation_tp, generation_pp) = self.coordinates(rank), self.generation
-        stride_t, stride_p, copy = self.tp // generation_tp, self.pp // generation_pp, d * self.cp + self.context(rank)
-        return (copy * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
+        (_, p, t), (generation_tp, generation_pp) = self.coordinates(rank), self.generation
+        stride_t, stride_p = self.tp // generation_tp, self.pp // generation_pp
+        return (self.copy(rank) * stride_p + p % stride_p) * stride_t + t % stride_t, p // stride_p, t // stride_t
 
     def neighbouring_replica(self, rank: int) -> tuple[int, int, int]:
         """``replica`` if replicas were ranks in a row, as in Megatron-LM: the vanilla grouping."""
@@ -186,18 +190,14 @@ class ResourcePool:
 @dataclass(frozen=True)
 class Placement:
     """Pools, and the pool of each role by name. ``default``: the pool of roles that are not named. ``offload``: roles whose
-    weights and optimizer states leave memory while other roles of their pool work. ``cuts``: (tp, pp, cp) of roles whose
-    models or sequences are cut over several processes; ``generation``: (tp, pp) of those that draw responses;
-    ``shard_ranks``, ``chunks``: see ``Mesh``."""
+    weights and optimizer states leave memory while other roles of their pool work. ``meshes``: of roles that are cut, all
+    axes of ``Mesh`` that aren't its defaults but dp, which the pool gives."""
 
     pools: tuple[ResourcePool, ...] = (ResourcePool("main", (1,)),)
     roles: Mapping[str, str] = field(default_factory=dict)
     default: str = "main"
     offload: tuple[str, ...] = ()
-    cuts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
-    generation: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    shard_ranks: Mapping[str, int] = field(default_factory=dict)
-    chunks: Mapping[str, int] = field(default_factory=dict)
+    meshes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def pool_of(self, role: str) -> ResourcePool:
         name = self.roles.get(role, self.default)
@@ -205,8 +205,6 @@ class Placement:
 
     def mesh_of(self, role: str, max_workers: int | None) -> Mesh:
         """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
-        size, (tp, pp, cp) = self.pool_of(role).size, self.cuts.get(role, (1, 1, 1))
-        size = size if max_workers is None else min(size, max_workers)
-        generation_tp, generation_pp = self.generation.get(role, (None, None))
-        shard_ranks, chunks = self.shard_ranks.get(role, 0), self.chunks.get(role, 1)
-        return Mesh(size // (tp * pp * cp), tp, pp, generation_tp, generation_pp, cp, shard_ranks, chunks)
+        size, axes = self.pool_of(role).size, self.meshes.get(role, {})
+        block = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1)
+        return Mesh(dp=(size if max_workers is None else min(size, max_workers)) // block, **axes)

@@ -144,13 +144,10 @@ class ProcessMesh:
         self.dp_cp = self._line("dc") if mesh.cp > 1 else self.dp
         self.shard, self.replicate = self.dp_cp, ALONE
         if mesh.sharing < mesh.copies:
-            self.shard = self._among(lambda rank: (self._copy(rank) // mesh.sharing, *mesh.coordinates(rank)[1:]))
-            self.replicate = self._among(lambda rank: (self._copy(rank) % mesh.sharing, *mesh.coordinates(rank)[1:]))
+            self.shard = self._among(lambda rank: (mesh.copy(rank) // mesh.sharing, *mesh.coordinates(rank)[1:]))
+            self.replicate = self._among(lambda rank: (mesh.copy(rank) % mesh.sharing, *mesh.coordinates(rank)[1:]))
         self.generation_tp = self._among(lambda rank: mesh.replica(rank)[:2])
         self.generation_pp = self._among(lambda rank: mesh.replica(rank)[::2])
-
-    def _copy(self, rank: int) -> int:
-        return self.mesh.coordinates(rank)[0] * self.mesh.cp + self.mesh.context(rank)
 
     def _line(self, axes: str) -> Line:
         """Of ranks that differ in these coordinates alone."""
