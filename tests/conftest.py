@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hybridflow.cli import main
-from hybridflow.core.config import apply_overrides
+from hybridflow.config import validate
+from hybridflow.core.config import apply_overrides, to_toml
 from hybridflow.core.files import Written
 from hybridflow.data.text import Tokenizer
 from hybridflow.models import sources
@@ -98,6 +99,14 @@ def with_keys(data: dict[str, Any], /, **keys: Any) -> dict[str, Any]:
         else:
             section[last] = value
     return out
+
+
+def written(folder: Path, data: dict[str, Any]) -> Path:
+    """The file of a run, with what is set alone."""
+    path = folder / "run.toml"
+    config = validate({**data, "run_dir": str(folder / "run")}, "test")
+    path.write_text(to_toml(config, set(type(config).model_fields) - config.model_fields_set))
+    return path
 
 
 class Saved(NamedTuple):

@@ -8,23 +8,12 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import CARTPOLE, REVERSE, Outcome, with_keys
-
-from hybridflow.config import validate
-from hybridflow.core.config import to_toml
+from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 
 ROOT = Path(__file__).parents[2]
 Program = Callable[..., Outcome]
-
-
-def written(folder: Path, data: dict[str, Any]) -> Path:
-    path = folder / "run.toml"
-    config = validate({**data, "run_dir": str(folder / "run")}, "test")
-    path.write_text(to_toml(config, set(type(config).model_fields) - config.model_fields_set))
-    return path
 
 
 @pytest.fixture

@@ -9,19 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CARTPOLE, REVERSE, Outcome, with_keys
-
-from hybridflow.config import validate
-from hybridflow.core.config import to_toml
+from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 
 Program = Callable[..., Outcome]
-
-
-def written(folder: Path, data: dict[str, Any]) -> Path:
-    path = folder / "run.toml"
-    config = validate({**data, "run_dir": str(folder / "run")}, "test")
-    path.write_text(to_toml(config, set(type(config).model_fields) - config.model_fields_set))
-    return path
 
 
 def roles_of(hybridflow: Program, *arguments: object) -> dict[str, dict[str, Any]]:
