@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections import Counter
@@ -270,8 +271,9 @@ def test_an_error_stops_its_stage_and_the_others_at_the_timeout(results: Results
     for rank, what in {0: "gradient", 2: "activation"}.items():
         kind, message, seconds = errors[rank]
         assert kind == "WorkerError"
-        assert message.startswith(
-            f"pipeline rank {rank}: the {what} of microbatch 3 from rank 1 for rank {rank} never came"
+        # What rank 1 was still sending when it broke is lost with it: which microbatch is missed first is up to timing.
+        assert re.match(
+            rf"pipeline rank {rank}: the {what} of microbatch [0-3] from rank 1 for rank {rank} never came", message
         )
         assert 2 < seconds < TIMEOUT.seconds
 
