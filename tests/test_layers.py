@@ -19,7 +19,7 @@ LAYERS = {
     "models": {"core", "ops", "parallel"},
     "reshard": {"core", "parallel", "models"},
     "generation": {"core", "models", "ops", "parallel"},
-    "planner": {"core", "parallel", "ops", "models", "generation"},
+    "planner": {"core", "parallel", "ops", "models", "generation", "reshard"},
     "data": {"core"},
     "rollout": {"core", "data"},
     "telemetry": {"core"},
