@@ -1,4 +1,4 @@
-"""What a step does, for a planner: tasks of roles on numbers of tokens, and what passes between them. It knows no algorithm."""
+"""What a step does, for a planner: tasks of roles on numbers of tokens, and what passes between them."""
 
 from __future__ import annotations
 
