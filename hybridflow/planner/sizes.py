@@ -11,8 +11,8 @@ __all__ = ["ModelSize"]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A decoder, or one whose MLPs are ``experts``, of which ``active_experts`` work on each token: ``intermediate_size`` of
-    ``spec`` is then that of one expert. Dense models have one expert, which is active."""
+    """A decoder, or one whose MLPs are ``experts``, of which ``active_experts`` work on each token: then
+    ``intermediate_size`` of ``spec`` is that of one expert. Dense models have one expert, which is active."""
 
     name: str
     spec: DecoderSpec
