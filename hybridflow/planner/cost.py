@@ -41,12 +41,13 @@ class CostModel:
         raise NotImplementedError
 
     def resident_bytes(self, role: ModelRole, strategy: Strategy) -> float:
-        """On a device, also while other roles of the pool work. A sampler beside its learner has none of its own."""
+        """On a device, also while other roles of the pool work: weights, and of trained roles gradients and optimizer. A
+        sampler has none of its own anywhere: its weights and cache are there while it generates only."""
         raise NotImplementedError
 
     def working_bytes(self, role: ModelRole, strategy: Strategy) -> float:
-        """What the role takes at most on top while it works (activations, logits, buffers); a sampler's is what it can't do
-        without: generation weights that aren't training weights, and one response."""
+        """What the role takes at most on top while it works (activations, logits, buffers). 0 for a sampler: ``seconds``
+        says whether it fits into what is free."""
         raise NotImplementedError
 
     def usable_bytes(self, machine: Machine) -> float:
@@ -54,15 +55,22 @@ class CostModel:
         raise NotImplementedError
 
     def seconds(self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0) -> Estimate | None:
-        """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache). None: it doesn't fit."""
+        """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache): ``usable_bytes`` less what the
+        roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
         raise NotImplementedError
 
-    def transition(self, sampler: ModelRole, training: Strategy, generation: Strategy, machine: Machine) -> Estimate:
-        """Of the weights, from training to generation and back, on one pool."""
+    def shared_bytes(self, sampler: ModelRole, training: Strategy, generation: Strategy) -> float:
+        """Of a sampler's weights on a device, those that are the learner's in the same place, beside it on one pool."""
         raise NotImplementedError
 
-    def publishing(self, sampler: ModelRole, training: Strategy, generation: Strategy, machine: Machine) -> Estimate:
-        """Of the weights, to a sampler on another pool."""
+    def transition(self, sampler: ModelRole, training: Strategy, generation: Strategy, machine: Machine) -> Estimate | None:
+        """Of the weights, from training to generation and back, on one pool. None: what is trained so can't generate so
+        (pp x tp of generation must divide that of training)."""
+        raise NotImplementedError
+
+    def publishing(self, sampler: ModelRole, generation: Strategy, machine: Machine) -> Estimate:
+        """Of the weights, to a sampler on another pool; the pool that takes them is what limits it, so that a pool's cost
+        depends on nothing but its own roles."""
         raise NotImplementedError
 
     def transfer(self, edge: Edge, machine: Machine, devices: int) -> float:
