@@ -7,25 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.placement import Mesh
 from hybridflow.models.spec import DecoderSpec
+from hybridflow.planner.sizes import find_model
 from hybridflow.reshard.layout import Grouping, Place, groups
 from hybridflow.reshard.plan import Account, Plan, Strategy, make_plan, model_size, table2
 from hybridflow.telemetry.graph_tables import aligned, count, memory
 
-__all__ = ["ITEMSIZES", "SIZES", "Request", "parse_meshes", "reshard"]
+__all__ = ["ITEMSIZES", "Request", "parse_meshes", "reshard"]
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
-SIZES = {
-    # hidden, intermediate, layers, heads, key-value heads: the models of the paper's evaluation
-    "llama-7b": (4096, 11008, 32, 32, 32),
-    "llama-13b": (5120, 13824, 40, 40, 40),
-    "llama-34b": (8192, 22016, 48, 64, 8),
-    "llama-70b": (8192, 28672, 80, 64, 8),
-}
 MOST_CELLS = 64
 COLUMNS = ("training", "generation", "sent", "received", "in_place", "copied", "redundant", "peak")
 PICTURE = (
@@ -36,7 +31,7 @@ PICTURE = (
 
 @dataclass(frozen=True)
 class Request:
-    """``train`` p-t-d, ``generate`` p_g-t_g-d_g-d; ``model``: a name of ``SIZES`` or whatever names a model."""
+    """``train`` p-t-d, ``generate`` p_g-t_g-d_g-d; ``model``: as of ``find_model``, or a run directory."""
 
     train: str
     generate: str
@@ -88,15 +83,14 @@ def _sizes(option: str, text: str, form: str, example: str) -> tuple[list[int], 
 
 
 def _spec(model: str) -> DecoderSpec:
-    if model in SIZES:
-        hidden, intermediate, layers, heads, kv_heads = SIZES[model]
-        head_dim = hidden // heads
-        return DecoderSpec("llama", 32000, hidden, intermediate, layers, heads, kv_heads, head_dim, 4096, tied=False)
-    from hybridflow.commands.talk import model_folder
-    from hybridflow.models.sources import resolve
-    from hybridflow.models.weights import read_spec
+    if (Path(model) / "config.toml").is_file():
+        from hybridflow.commands.talk import model_folder
 
-    return read_spec(resolve(model_folder(model)))
+        model = model_folder(model)
+    size = find_model(model)
+    if size.experts > 1:
+        raise ModelError(f"{model}: has experts, and no layout of theirs is known; name a dense model")
+    return size.spec
 
 
 def _grouping(plan: Plan) -> Grouping:

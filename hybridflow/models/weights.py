@@ -44,6 +44,8 @@ __all__ = [
     "load_decoder",
     "load_hf_state",
     "load_reward",
+    "parse_spec",
+    "read_json",
     "read_spec",
     "save_decoder",
 ]
@@ -175,16 +177,16 @@ def read_spec(folder: Path) -> DecoderSpec:
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give a Hugging Face model folder or one of 'hybridflow models'")
-    return _parse(_read_json(folder / "config.json"), folder / "config.json")
+    return parse_spec(read_json(folder / "config.json"), folder / "config.json")
 
 
 def is_reward_model(folder: Path) -> bool:
     """Whether config.json says that the folder holds a sequence classifier, not a language model."""
-    return str((_read_json(folder / "config.json").get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    return str((read_json(folder / "config.json").get("architectures") or [""])[0]).endswith("ForSequenceClassification")
 
 
-def _parse(config: Mapping[str, Any], where: Path | str) -> DecoderSpec:
-    """The spec of a config.json's content."""
+def parse_spec(config: Mapping[str, Any], where: Path | str) -> DecoderSpec:
+    """The spec of a config.json's content; ModelError as of ``read_spec``."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
     assumed = _ASSUMED.get(str(config.get("model_type")), {})
@@ -243,7 +245,7 @@ def hf_config(spec: DecoderSpec) -> dict[str, Any]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_positions,
         }
-    if (back := _parse(config, f"a {spec.family} config")) != spec:
+    if (back := parse_spec(config, f"a {spec.family} config")) != spec:
         wrong = [key for key, value in vars(spec).items() if getattr(back, key) != value]
         told = ", ".join(f"{key} = {getattr(spec, key)}" for key in wrong)
         raise ModelError(f"a Hugging Face folder can't hold a {spec.family} with {told}; use another family")
@@ -255,9 +257,9 @@ def _merged_config(decoder: Decoder, copy_from: Path | None) -> dict[str, Any]:
     ours = hf_config(decoder.spec)
     config: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **ours}
     if copy_from is not None and (copy_from / "config.json").is_file():
-        theirs = _read_json(copy_from / "config.json")
+        theirs = read_json(copy_from / "config.json")
         if theirs.get("model_type") == decoder.spec.family:
-            same = _parse(theirs, copy_from / "config.json") == decoder.spec
+            same = parse_spec(theirs, copy_from / "config.json") == decoder.spec
             stale = {"rope_parameters", "layer_types", "max_window_layers"}
             config = theirs if same else {**{k: v for k, v in theirs.items() if k not in stale}, **ours}
     config.pop("dtype", None)
@@ -265,7 +267,8 @@ def _merged_config(decoder: Decoder, copy_from: Path | None) -> dict[str, Any]:
     return {**config, "architectures": architecture, "torch_dtype": dtype}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. ModelError: there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -387,7 +390,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise ModelError(f"{folder}: no model.safetensors (.index.json) in it; the weights must be stored as safetensors")
-    shards = _read_json(index).get("weight_map")
+    shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise ModelError(f"{index}: no weight_map in it; copy the file again")
     return [folder / shard for shard in sorted(set(shards.values()))]

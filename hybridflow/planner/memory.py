@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from hybridflow.generation.weights import MIN_STEPS, Precision
 from hybridflow.models.decoder import SLOW_WIDTH
@@ -18,6 +17,7 @@ from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.log_probs import CHUNK_BYTES, KEPT_BYTES
 from hybridflow.parallel.pipeline_plan import Plan
 from hybridflow.parallel.shard import lengths
+from hybridflow.planner.sizes import Head
 
 __all__ = [
     "Footprint",
@@ -30,9 +30,6 @@ __all__ = [
     "peak_bytes",
     "repacked_bytes",
 ]
-
-Head = Literal["policy", "value", "score"]
-"""log-probabilities and entropies; a value a token, a score a row"""
 
 
 @dataclass(frozen=True)

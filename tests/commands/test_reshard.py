@@ -116,6 +116,11 @@ def test_nonsense_is_told_in_one_line_each(hybridflow: Program, train: str, gene
     assert all(text.startswith(f"error: {line}") for text, line in zip(told, lines, strict=True))
 
 
+def test_models_with_experts_have_no_layout(hybridflow: Program) -> None:
+    code, _, err = hybridflow("reshard", *EXAMPLE, "--model", "mixtral-8x7b")
+    assert code == 2 and err.startswith("error: mixtral-8x7b: has experts") and err.count("\n") == 1
+
+
 def test_a_model_that_nobody_knows(hybridflow: Program) -> None:
     code, _, err = hybridflow("reshard", *EXAMPLE, "--model", "nobody")
-    assert code == 2 and err.startswith("error: nobody: no such folder") and err.count("\n") == 1
+    assert code == 2 and err.startswith("error: nobody: no model of that name") and err.count("\n") == 1

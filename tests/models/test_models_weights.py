@@ -401,7 +401,7 @@ specs = st.builds(
 def test_every_spec_survives_its_config_and_its_weights(spec):
     biased = spec.family == "qwen2"
     spec = dataclasses.replace(spec, qkv_bias=biased, qk_norm=spec.family == "qwen3")
-    assert weights._parse(json.loads(json.dumps(hf_config(spec))), "here") == spec
+    assert weights.parse_spec(json.loads(json.dumps(hf_config(spec))), "here") == spec
     decoder, other = Decoder(spec), Decoder(spec)
     init_weights(decoder, torch.Generator().manual_seed(1))
     load_hf_state(other, hf_state(decoder))
