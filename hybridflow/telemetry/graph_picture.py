@@ -18,7 +18,7 @@ from hybridflow.telemetry.graph_tables import (
 )
 from hybridflow.telemetry.page import escape, page, table
 
-__all__ = ["dot", "graph_page"]
+__all__ = ["COLORS", "dot", "graph_page"]
 
 LANE, ROW, WIDTH, HEIGHT, TOP, LINE = 150, 92, 138, 48, 92, 19
 COLORS = {
