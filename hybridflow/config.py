@@ -213,7 +213,7 @@ class RunConfig(Config):
     run_dir: str
     """where the run writes; a new folder"""
     threads: int = Field(0, ge=0)
-    """of torch; 0: one for each core"""
+    """of torch in each process; 0: the cores, of which the workers of a machine have equal shares"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where models live; auto: the GPU if there is one"""
     sft: SFTConfig = SFTConfig()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.ray_process import RAY_INLINES, Process, Setup
 from hybridflow.core.errors import UserError
 from hybridflow.core.placement import ResourcePool
 
-__all__ = ["WorkerGroup", "connect", "reserve"]
+__all__ = ["WorkerGroup", "connect", "homes", "neighbours", "reserve"]
 
 RESERVE_S = 10  # Ray cuts it to whole seconds
 ENVIRONMENT = {"env_vars": {"RAY_max_direct_call_object_size": str(RAY_INLINES)}}
@@ -94,10 +95,28 @@ def _check_room(pools: Sequence[ResourcePool], resource: str) -> None:
             raise UserError(f"{found}; Ray has machines with {told} {resource} slots")
 
 
+def homes(rooms: Mapping[str, PlacementGroup]) -> dict[str, list[str]]:
+    """By pool: the Ray node of each of its machines."""
+    tables = {pool: placement_group_table(room)["bundles_to_node_id"] for pool, room in rooms.items()}
+    return {pool: [table[bundle] for bundle in sorted(table)] for pool, table in tables.items()}
+
+
+def neighbours(pools: Sequence[ResourcePool], homes: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
+    """By pool, of each rank: how many workers all pools together have on its machine, itself included."""
+    there: Counter[str] = Counter()
+    for pool in pools:
+        for home, count in zip(homes[pool.name], pool.nodes, strict=True):
+            there[home] += count
+    return {
+        pool.name: [there[home] for home, count in zip(homes[pool.name], pool.nodes, strict=True) for _ in range(count)]
+        for pool in pools
+    }
+
+
 class WorkerGroup:
     """The processes of one pool. Make all groups, then ``start`` them together: ``peers`` are the processes of all."""
 
-    def __init__(self, pool: ResourcePool, room: PlacementGroup, setup: Callable[[int], Setup], gpus: bool) -> None:
+    def __init__(self, pool: ResourcePool, room: PlacementGroup, setups: Sequence[Setup], gpus: bool) -> None:
         self.pool, self.room = pool, room
         self.processes: list[Any] = []
         remote: Any = ray.remote(concurrency_groups={"lane": 2})(Process)
@@ -110,7 +129,7 @@ class WorkerGroup:
                     "scheduling_strategy": strategy,
                     "runtime_env": ENVIRONMENT,
                 }
-                self.processes.append(remote.options(**options).remote(setup(len(self.processes))))
+                self.processes.append(remote.options(**options).remote(setups[len(self.processes)]))
 
     def listen(self) -> Any:
         """A reference to the address at which the group's processes meet; None for a single one."""

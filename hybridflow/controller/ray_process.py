@@ -54,12 +54,14 @@ def lane(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs to know of the run and of itself."""
+    """What a process needs to know of the run and of itself. ``neighbours``: workers on its machine, itself included, which
+    share the cores unless ``threads`` says how many threads each has."""
 
     pool: str
     rank: int
     size: int
     threads: int
+    neighbours: int
     folder: str
     timeout_s: float
     loopback: bool
@@ -183,7 +185,7 @@ class Process:
 
     def join(self, address: tuple[str, int] | None, peers: Mapping[tuple[str, int], Any]) -> int:
         """Meet the other processes of the pool, if there are any; the process's id."""
-        torch.set_num_threads(self.setup.threads)
+        torch.set_num_threads(self.setup.threads or max(1, (os.cpu_count() or 1) // self.setup.neighbours))
         self.peers = peers
         if address is not None:
             timeout = self.setup.patience

@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
-from hybridflow.controller.ray_group import WorkerGroup, connect, reserve
+from hybridflow.controller.ray_group import WorkerGroup, connect, homes, neighbours, reserve
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Held, Lazy, Loaded, Source
 from hybridflow.core.errors import ContractError, HybridFlowError, UserError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
-from hybridflow.core.placement import Mesh, Placement, Rows
+from hybridflow.core.placement import Mesh, Placement, ResourcePool, Rows
 from hybridflow.core.roles import Drained, Role, Verb, control_protocol, is_control
 
 __all__ = ["RayRuntime"]
@@ -62,7 +62,8 @@ class _Task:
 
 
 class RayRuntime(KeepsState):
-    """A worker group for each pool. ``threads``: of torch in each process, 0 for a share of the cores. ``gpus``: each
+    """A worker group for each pool. ``threads``: of torch in each process, 0 for the cores of
+    its machine divided by the workers that this runtime has there. ``gpus``: each
     worker gets one. See ``RuntimeConfig`` for the rest.
     """
 
@@ -86,21 +87,12 @@ class RayRuntime(KeepsState):
     def start(self) -> None:
         """Start the processes of every pool and let them find each other. The first role does it."""
         self._started = connect(self.address, self.slots)
-        rooms = reserve(self.placement.pools, "GPU" if self.gpus else "CPU")
-        cores, loopback = os.cpu_count() or 1, self.address is None
-        for pool in self.placement.pools:
-            threads = self.threads or max(1, cores // max(pool.nodes))
-            setup = partial(
-                Setup,
-                pool.name,
-                size=pool.size,
-                threads=threads,
-                folder=os.getcwd(),
-                timeout_s=self.timeout_s,
-                loopback=loopback,
-                offload=self.placement.offload,
-            )
-            self.groups[pool.name] = WorkerGroup(pool, rooms[pool.name], setup, self.gpus)
+        pools = self.placement.pools
+        rooms = reserve(pools, "GPU" if self.gpus else "CPU")
+        numbers = neighbours(pools, homes(rooms))
+        for pool in pools:
+            setups = [self._setup(pool, rank, number) for rank, number in enumerate(numbers[pool.name])]
+            self.groups[pool.name] = WorkerGroup(pool, rooms[pool.name], setups, self.gpus)
         groups = self.groups.values()
         addresses = {group.pool.name: group.listen() for group in groups}
         self.peers = {(group.pool.name, rank): p for group in groups for rank, p in enumerate(group.processes)}
@@ -108,6 +100,19 @@ class RayRuntime(KeepsState):
             for rank, reference in enumerate(group.join(addresses[group.pool.name], self.peers)):
                 self._track(reference, _Task("", "start", group, rank, _ignore))
         self.ready()
+
+    def _setup(self, pool: ResourcePool, rank: int, neighbours: int) -> Setup:
+        return Setup(
+            pool.name,
+            rank,
+            pool.size,
+            threads=self.threads,
+            neighbours=neighbours,
+            folder=os.getcwd(),
+            timeout_s=self.timeout_s,
+            loopback=self.address is None,
+            offload=self.placement.offload,
+        )
 
     def role(self, role: Role[W], /) -> W:
         """Build the role's worker in the processes of its pool; the handle has the worker's own type. Errors come later."""

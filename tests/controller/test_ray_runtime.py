@@ -16,6 +16,7 @@ from ray._private import internal_api
 from ray_workers import Copy, Maker, Sleeper, role
 
 from hybridflow.controller.actor import LinkedActor
+from hybridflow.controller.ray_group import homes, neighbours
 from hybridflow.controller.ray_runtime import RayRuntime
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.columns import Lazy
@@ -53,6 +54,14 @@ def ids(count: int) -> Batch:
 def moved(pools: Pools) -> dict[str, float]:
     values = pools.runtime.drain().metrics.values()
     return {name.removeprefix("moved/"): value for name, value in values.items() if name.startswith("moved/")}
+
+
+def test_workers_of_all_pools_share_the_cores_of_their_machine(pools: Pools) -> None:
+    sizes = [group.pool for group in pools.runtime.groups.values()]
+    found = homes({group.pool.name: group.room for group in pools.runtime.groups.values()})
+    assert neighbours(sizes, found) == {"three": [6] * 3, "two": [6] * 2, "one": [6]}
+    spread = [ResourcePool("wide", (2, 1)), ResourcePool("narrow", (1,))]
+    assert neighbours(spread, {"wide": ["x", "y"], "narrow": ["y"]}) == {"wide": [2, 2, 2], "narrow": [2]}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 23])
