@@ -3,7 +3,7 @@
 A task starts when all that it reads is there and its pool is free; a pool takes its tasks stage by stage, in the order of
 the program. "sync": a step starts when the one before is done, for rollouts need its weights; "async": when the last but
 one is, one step stale. Replicas of a sampler draw responses of different lengths, so they end at different times, and the
-pool goes on when the slowest is done: ``Estimate`` is the time of a replica in the mean.
+pool goes on when the slowest is done, which in the mean of many steps takes what was estimated.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = ["Simulation", "simulate"]
 
 STALE = {"sync": 1, "async": 2}
 """of the steps before, the last that must be done"""
+DRAWS = 32
 DRIVER = ""
 WAITS = ("queue", "transfer")
 MOVES = {"transition": "weights", "publishing": "weights", "transfer": ""}
@@ -92,16 +93,17 @@ def _turns(graph: TaskGraph, mapping: DeviceMapping) -> dict[str, _Turns]:
 
 
 def _slowness(task: Task, mapping: DeviceMapping, steps: int, seed: int) -> NDArray[np.float64]:
-    """[steps, replicas]: decode steps of each replica as a share of those of the mean one. A replica runs until its longest
-    response is done, or as long as its ``slots`` are full. Lengths are gamma distributed, cut at the ``longest``."""
+    """[steps, replicas]: decode steps of each replica as a share of those of the slowest one, in the mean of ``DRAWS``. A
+    replica runs until its longest response is done, or as long as its ``slots`` are full. Lengths are gamma
+    distributed and cut at the ``longest``."""
     replicas = mapping.strategies.get(task.role, Strategy()).dp
     if task.kind != "generate" or not task.deviation:
         return np.ones((steps, 1))
     rng, shape = np.random.default_rng(seed), (task.response / task.deviation) ** 2
-    lengths = rng.gamma(shape, task.response / shape, (steps, replicas, ceil(task.rows / replicas)))
+    lengths = rng.gamma(shape, task.response / shape, (max(steps, DRAWS), replicas, ceil(task.rows / replicas)))
     lengths = np.minimum(lengths, task.longest or np.inf)
     needed = np.maximum(lengths.max(-1), lengths.sum(-1) / (task.slots or lengths.shape[-1]))
-    return np.asarray(needed / needed.mean())
+    return np.asarray(needed[:steps] / needed.max(-1).mean())
 
 
 class _Turns:
