@@ -186,6 +186,10 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     explained = "bytes of weights, gradients, optimizer, activations, caches and buffers by role, and FLOPs of a step"
     plan.add_argument("--explain-memory", action="store_true", required=True, help=explained)
     plan.add_argument("--json", action="store_true")
+    probe = command(
+        "probe", _probe, "measure this machine for the planner: products, memory, processes that send each other data"
+    )
+    probe.add_argument("--json", action="store_true")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -299,6 +303,12 @@ def _plan(options: Any) -> None:
     from hybridflow.commands.plan import explain_memory
 
     explain_memory(options.source, options.overrides, options.json)
+
+
+def _probe(options: Any) -> None:
+    from hybridflow.commands.probe import probe
+
+    probe(options.json)
 
 
 def _models(options: Any) -> None:

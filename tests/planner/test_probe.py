@@ -1,0 +1,43 @@
+"""The probe measures what it says, keeps it, and clusters called "here" read it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.cli import main
+from hybridflow.planner import probe
+from hybridflow.planner.cluster import conflicts, parse_cluster
+from hybridflow.planner.hardware import fingerprint, load_probe
+
+
+def test_seconds_are_those_of_one_call() -> None:
+    found = probe._seconds(lambda: time.sleep(0.01), torch.device("cpu"))
+    assert 0.01 <= found < 0.1
+
+
+def test_a_probe_is_kept_and_divides_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_HOME", str(tmp_path))
+    monkeypatch.setattr(probe, "ENOUGH_S", 0.002)
+    start = time.perf_counter()
+    assert main(["probe", "--json"]) == 0
+    assert time.perf_counter() - start < 60
+    told, kept, machine = json.loads(capsys.readouterr().out), load_probe(), fingerprint()
+    assert kept.machine == machine
+    assert Path(told["file"]).parent == machine.folder
+    assert {dtype: set(rates) for dtype, rates in kept.flops.items()} == dict.fromkeys(
+        ("float32", "bfloat16"), set(kept.bandwidth)
+    )
+    assert 1e9 < kept.flops["float32"][1] < 1e16
+    assert 1e8 < kept.bandwidth[1] < 1e13
+    assert 1e6 < kept.link < kept.bandwidth[1]
+    assert 1e-7 < kept.link_latency_s < 1e-1
+    ((_, one),) = parse_cluster("here:1x2").machines
+    assert one.device.memory_bytes == kept.memory_bytes / 2
+    assert list(conflicts(one)) == []
