@@ -1,22 +1,70 @@
-"""Seconds and bytes of every task on its devices, from sizes alone: an analytic model with few efficiency constants."""
+"""Seconds and bytes of every task on its devices, from sizes alone: an analytic model with few efficiency constants.
+
+An ``Estimate`` is a sum of parts by name, each of which is one physical effect, so that a term can be left out:
+
+    compute     products of a pass at ``compute`` of the peak, or reading weights, or launching kernels, whichever is longer
+    recompute   the way forward once more            imbalance   the slowest stage of a pipeline, over the mean one
+    bubble      stages that wait (p - 1 microbatches) pipeline   messages between stages
+    tensor      all-reduces of tensor parallelism    data        gradients and weights between data-parallel copies
+    optimizer   its states through memory            call        ``call_s`` a call, or an update
+    prefill     prompts                              decode      weights and cache through memory, or computing, each step
+    steps       ``decode_step_s`` a decode step      rows        ``decode_row_s`` a row and step
+    copy        weights put together for generation  gather      their way there over links and network
+    own         seconds of roles without a model     transfer    columns of other pools
+
+``CostModel(graph, efficiency, without={"bubble"})`` leaves parts out. Other terms go with a constant: the shared network
+with ``network = inf``, the limit of the cache and its waves with ``cache_limit = False``, pipelines with ``max_pp = 1``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import Literal
 
+from hybridflow.core.errors import ConfigError
 from hybridflow.planner.cluster import Machine
+from hybridflow.planner.drawing import Pace, cacheless_parts, draw_parts, row_bytes
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
-from hybridflow.planner.mapping import DeviceMapping, Strategy
+from hybridflow.planner.links import Links
+from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.moving import nested, reshard_traffic
+from hybridflow.planner.passes import Speeds, forward_parts, microbatches, recomputes, train_parts
+from hybridflow.planner.profile import Profile
+from hybridflow.reshard.plan import Strategy as Reshard
 
-__all__ = ["CostModel", "Efficiency", "Estimate"]
+__all__ = ["ROWS", "CostModel", "Efficiency", "Estimate"]
+
+GIB = 2**30
+ROWS = (1, 2, 4, 8)
+"""sequences of a microbatch, where the planner may choose"""
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """What formulas can't know: shares of peaks that are reached, and seconds that a call takes besides. The first six are
-    fitted (``calibrate``), the others are fixed."""
+    fitted (``calibrate``), the others are fixed.
+
+    ``compute``: of the peak of matrix products; ``network``: of a machine's; ``copy``: bytes/s at which generation weights
+    are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: of the kernels of a layer;
+    ``overlap``: the share of computing during which fsdp's weights arrive; ``memory``: of a device, for what is counted
+    (others: contexts, buffers of collectives, fragments). ``device``: whose kernels save activations.
+    """
 
     compute: float = 0.5
+    decode_step_s: float = 8e-3
+    decode_row_s: float = 5.5e-5
+    call_s: float = 0.3
+    network: float = 0.8
+    copy: float = 3.3e9
+    bandwidth: float = 0.85
+    link: float = 0.75
+    launch_s: float = 3e-4
+    overlap: float = 0.5
+    memory: float = 0.9
+    cache_limit: bool = True
+    device: Literal["cuda", "cpu"] = "cuda"
 
 
 @dataclass(frozen=True)
@@ -32,51 +80,257 @@ class Estimate:
 
 class CostModel:
     """Times and bytes of a graph's tasks. Everything depends on a task, its strategy and its pool alone, so that what was
-    worked out once holds for every mapping."""
+    worked out once holds for every mapping.
 
-    def __init__(self, graph: TaskGraph, efficiency: Efficiency) -> None: ...
+    ``without``: names of parts that are left out; ``max_pp``: pipelines of more stages aren't proposed.
+    """
+
+    def __init__(self, graph: TaskGraph, efficiency: Efficiency, without: Collection[str] = (), max_pp: int = 16) -> None:
+        self.graph, self.efficiency, self.without, self.max_pp = graph, efficiency, frozenset(without), max_pp
+        self.roles = {role.name: role for role in graph.roles}
+        self._profiles = {role.name: Profile(role, efficiency.device) for role in graph.roles}
+        self._tasks = {name: [task for task in graph.tasks if task.role == name] for name in self.roles}
+        self._places: dict[tuple[int, int], tuple[Machine, Speeds, Links]] = {}  # machines stay, so that their ids do
+        self._seconds: dict[tuple[object, ...], Estimate | None] = {}
+        self._pace = Pace(efficiency.decode_step_s, efficiency.decode_row_s)
 
     def strategies(self, role: ModelRole, machine: Machine, devices: int) -> list[Strategy]:
-        """All that use all ``devices``, can be cut so and hold a microbatch in memory when alone."""
-        raise NotImplementedError
+        """All that use all ``devices``, can be cut so and hold a microbatch in memory when alone. Left out are those that
+        never win: optimizer states that every copy holds, fsdp in a pipeline, recomputing where nothing is trained."""
+        profile, found = self._profiles[role.name], []
+        for tp in range(1, min(devices, machine.devices, profile.max_tp) + 1):
+            if devices % tp or (devices > machine.devices and machine.devices % tp):
+                continue
+            most = min(devices // tp, self.max_pp, profile.layers)
+            cuts = [(pp, tp, devices // tp // pp) for pp in range(1, most + 1) if devices // tp % pp == 0]
+            found += [s for pp, tp, dp in cuts for s in self._variants(role, pp, tp, dp)]
+        usable = self.usable_bytes(machine)
+        return [s for s in found if self.resident_bytes(role, s) + self.working_bytes(role, s) <= usable]
+
+    def _variants(self, role: ModelRole, pp: int, tp: int, dp: int) -> list[Strategy]:
+        if role.weights_of:
+            return [Strategy(pp, tp, dp)]
+        if role.token_budget is not None or not self._tasks[role.name]:
+            options = [1]
+        else:
+            block = max(ceil(ceil(task.rows / task.minibatches) / dp) for task in self._tasks[role.name])
+            options = [rows for rows in ROWS if rows <= block]
+        again = (False, True) if role.trained and role.token_budget is None else (role.recompute,)
+        shards: tuple[Literal["none", "zero1", "fsdp"], ...] = ("none",)
+        if role.trained and dp > 1:
+            shards = ("zero1", "fsdp") if pp == 1 else ("zero1",)
+        return [Strategy(pp, tp, dp, shard, recompute, rows) for shard in shards for recompute in again for rows in options]
 
     def resident_bytes(self, role: ModelRole, strategy: Strategy) -> float:
         """On a device, also while other roles of the pool work: weights, and of trained roles gradients and optimizer. A
         sampler has none of its own anywhere: its weights and cache are there while it generates only."""
-        raise NotImplementedError
+        if role.weights_of:
+            return 0.0
+        s = strategy
+        numbers, parts = self._profiles[role.name].numbers(s.pp, s.tp), 1 if s.shard == "none" else s.dp
+        held = role.itemsize + role.gradient_bytes
+        return numbers * (held / (s.dp if s.shard == "fsdp" else 1) + role.optimizer_bytes / parts)
 
     def working_bytes(self, role: ModelRole, strategy: Strategy) -> float:
         """What the role takes at most on top while it works (activations, logits, buffers). 0 for a sampler: ``seconds``
         says whether it fits into what is free."""
-        raise NotImplementedError
+        if role.weights_of:
+            return 0.0
+        return max((self._task_bytes(role, task, strategy) for task in self._tasks[role.name]), default=0.0)
+
+    def _task_bytes(self, role: ModelRole, task: Task, s: Strategy) -> float:
+        profile = self._profiles[role.name]
+        rows, count = microbatches(profile, task, s)
+        length = max(1, ceil(task.prompt + task.response))
+        actions = ceil(task.response) or length
+        in_flight = min(s.pp, count) if task.kind == "train" else 0
+        work = profile.working_bytes(s.pp, s.tp, rows, length, actions, recomputes(profile, s), in_flight)
+        if s.dp == 1 or task.kind != "train":
+            return work
+        numbers, layer = profile.numbers(s.pp, s.tp), profile.cut(s.tp).layer
+        if s.shard == "fsdp":  # the next layer arrives while one works
+            return work + 2 * layer * role.itemsize
+        return max(work, numbers * role.gradient_bytes)  # sums come after the last microbatch
 
     def usable_bytes(self, machine: Machine) -> float:
         """Of a device's memory, for what is counted."""
-        raise NotImplementedError
+        return machine.device.memory_bytes * self.efficiency.memory
 
-    def seconds(self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0) -> Estimate | None:
+    def seconds(
+        self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0, kv_cache: bool = True
+    ) -> Estimate | None:
         """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache): ``usable_bytes`` less what the
         roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
-        raise NotImplementedError
+        role = self.roles.get(task.role)
+        draws = role is not None and task.kind == "generate"
+        key = task.name, strategy, id(machine), free_bytes if draws else 0.0, kv_cache
+        if key not in self._seconds:
+            parts = self._parts(role, task, strategy, machine, free_bytes, kv_cache)
+            self._seconds[key] = None if parts is None else self._estimate(parts)
+        return self._seconds[key]
 
-    def shared_bytes(self, sampler: ModelRole, training: Strategy, generation: Strategy) -> float:
+    def _parts(
+        self, role: ModelRole | None, task: Task, s: Strategy, machine: Machine, free_bytes: float, kv_cache: bool
+    ) -> dict[str, float] | None:
+        if role is None:
+            return {"own": task.seconds * task.times}
+        profile = self._profiles[role.name]
+        speeds, links = self._place(role, machine)
+        if task.kind == "train":
+            return train_parts(profile, task, s, speeds, links)
+        if task.kind != "generate":
+            return forward_parts(profile, task, s, speeds, links)
+        if not kv_cache:
+            return cacheless_parts(profile, task, s, speeds, self._pace)
+        return draw_parts(profile, task, s, speeds, links, self._pace, free_bytes if self.efficiency.cache_limit else inf)
+
+    def _estimate(self, parts: Mapping[str, float]) -> Estimate:
+        return Estimate({name: value for name, value in parts.items() if value and name not in self.without})
+
+    def _place(self, role: ModelRole, machine: Machine) -> tuple[Speeds, Links]:
+        key = id(machine), role.itemsize
+        if key not in self._places:
+            e, device = self.efficiency, machine.device
+            flops = device.flops["bfloat16" if role.itemsize == 2 else "float32"]
+            speeds = Speeds(flops * e.compute, device.bandwidth * e.bandwidth, e.launch_s, e.call_s, e.overlap)
+            self._places[key] = machine, speeds, Links(machine, e.link, e.network)
+        return self._places[key][1:]
+
+    def shared_bytes(
+        self, sampler: ModelRole, training: Strategy, generation: Strategy, reshard: Reshard = "hybridflow"
+    ) -> float:
         """Of a sampler's weights on a device, those that are the learner's in the same place, beside it on one pool."""
-        raise NotImplementedError
+        same = (training.pp, training.tp) == (generation.pp, generation.tp)
+        if not nested(training, generation) or (reshard != "hybridflow" and not same):
+            return 0.0
+        return self._profiles[sampler.name].numbers(training.pp, training.tp) * sampler.itemsize
 
-    def transition(self, sampler: ModelRole, training: Strategy, generation: Strategy, machine: Machine) -> Estimate | None:
+    def transition(
+        self,
+        sampler: ModelRole,
+        training: Strategy,
+        generation: Strategy,
+        machine: Machine,
+        reshard: Reshard = "hybridflow",
+    ) -> Estimate | None:
         """Of the weights, from training to generation and back, on one pool. None: what is trained so can't generate so
         (pp x tp of generation must divide that of training)."""
-        raise NotImplementedError
+        gathers = training.shard == "fsdp" and training.dp > 1
+        if not gathers and training.pp * training.tp % (generation.pp * generation.tp):
+            return None
+        traffic = reshard_traffic(training, generation, reshard, machine.devices)
+        size, (_, links) = self._size(sampler), self._place(sampler, machine)
+        outside = traffic.outside * min(machine.devices, training.devices) / traffic.wanted
+        gather = size * ((traffic.received - traffic.outside) * links.link + outside * links.network)
+        return self._estimate({"copy": size * traffic.assembled / self.efficiency.copy, "gather": gather})
 
-    def publishing(self, sampler: ModelRole, generation: Strategy, machine: Machine) -> Estimate:
+    def publishing(
+        self, sampler: ModelRole, generation: Strategy, machine: Machine, reshard: Reshard = "publish"
+    ) -> Estimate:
         """Of the weights, to a sampler on another pool; the pool that takes them is what limits it, so that a pool's cost
         depends on nothing but its own roles."""
-        raise NotImplementedError
+        size, (_, links) = self._size(sampler), self._place(sampler, machine)
+        own = 1 / (generation.pp * generation.tp)
+        if reshard == "broadcast":  # the whole model comes to a machine once, and all of its devices take it
+            return self._estimate({"copy": size / self.efficiency.copy, "gather": size * links.network})
+        arriving = min(machine.devices, generation.devices) * own
+        return self._estimate({"copy": size * own / self.efficiency.copy, "gather": size * arriving * links.network})
+
+    def _size(self, role: ModelRole) -> float:
+        return self._profiles[role.name].numbers(1, 1) * role.itemsize
 
     def transfer(self, edge: Edge, machine: Machine, devices: int) -> float:
         """Seconds in which a pool pulls what it reads from another one."""
-        raise NotImplementedError
+        if "transfer" in self.without or not edge.bytes:
+            return 0.0
+        machines = ceil(devices / machine.devices)
+        return edge.bytes / machines / (machine.network * self.efficiency.network) + machine.network_latency_s
 
     def estimates(self, mapping: DeviceMapping) -> dict[str, Estimate]:
         """Of every task, with its transitions and transfers as parts. ConfigError: a pool's roles don't fit its memory."""
-        raise NotImplementedError
+        problems = [problem for pool in mapping.pools if (problem := self._shortage(mapping, pool))]
+        if problems:
+            raise ConfigError(problems)
+        pools = {role: pool for pool in mapping.pools for role in pool.roles}
+        made: dict[str, Estimate] = {}
+        prepared: set[str] = set()
+        for task in self.graph.tasks:
+            if task.role not in self.roles:
+                made[task.name] = Estimate({"own": task.seconds * task.times})
+                continue
+            parts = dict(self._own(mapping, task).parts)
+            role, pool = self.roles[task.role], pools[task.role]
+            if role.weights_of and task.role not in prepared:
+                prepared.add(task.role)
+                parts |= {"transition": self._weights(mapping, role).seconds}
+            parts["transfer"] = sum(
+                self.transfer(edge, pool.machine, pool.devices)
+                for edge in self.graph.edges
+                if edge.reader == task.name and pools.get(self._role_of(edge.writer)) not in (pool, None)
+            )
+            made[task.name] = self._estimate(parts)
+        return made
+
+    def _role_of(self, name: str) -> str:
+        return next(task.role for task in self.graph.tasks if task.name == name)
+
+    def _own(self, mapping: DeviceMapping, task: Task) -> Estimate:
+        pool, s = mapping.pool_of(task.role), mapping.strategies[task.role]
+        free = self._free(mapping, self.roles[task.role], pool) if task.kind == "generate" else 0.0
+        estimate = self.seconds(task, s, pool.machine, free, mapping.kv_cache)
+        if estimate is None:
+            raise ConfigError(
+                [
+                    f"{_named(pool)}: {max(0.0, free) / GIB:.1f} GiB a device are left for {task.role}, which needs "
+                    f"{self._least(task, s) / GIB:.1f} GiB for weights and one response"
+                ]
+            )
+        return estimate
+
+    def _least(self, task: Task, s: Strategy) -> float:
+        profile = self._profiles[task.role]
+        return profile.numbers(s.pp, s.tp) * self.roles[task.role].itemsize + row_bytes(profile, task, s)
+
+    def _free(self, mapping: DeviceMapping, sampler: ModelRole, pool: Pool) -> float:
+        held = sum(
+            self.resident_bytes(self.roles[name], mapping.strategies[name]) for name in pool.roles if name in self.roles
+        )
+        free = self.usable_bytes(pool.machine) - held
+        if sampler.weights_of in pool.roles:
+            training = mapping.strategies[sampler.weights_of]
+            free += self.shared_bytes(sampler, training, mapping.strategies[sampler.name], mapping.reshard)
+        return free
+
+    def _weights(self, mapping: DeviceMapping, sampler: ModelRole) -> Estimate:
+        pool, generation = mapping.pool_of(sampler.name), mapping.strategies[sampler.name]
+        if sampler.weights_of not in pool.roles:
+            reshard: Reshard = "broadcast" if mapping.reshard == "broadcast" else "publish"
+            return self.publishing(sampler, generation, pool.machine, reshard)
+        training = mapping.strategies[sampler.weights_of]
+        found = self.transition(sampler, training, generation, pool.machine, mapping.reshard)
+        if found is None:
+            raise ConfigError(
+                [
+                    f"{sampler.name}: pp x tp = {generation.pp} x {generation.tp} doesn't divide {training.pp} x "
+                    f"{training.tp}, those of {sampler.weights_of}; choose a divisor"
+                ]
+            )
+        return found
+
+    def _shortage(self, mapping: DeviceMapping, pool: Pool) -> str:
+        """What is wrong if the roles of a pool don't fit; "" if they do."""
+        roles = [self.roles[name] for name in pool.roles if name in self.roles]
+        held = {role.name: self.resident_bytes(role, mapping.strategies[role.name]) for role in roles}
+        works = {role.name: self.working_bytes(role, mapping.strategies[role.name]) for role in roles}
+        need, there = sum(held.values()) + max(works.values(), default=0.0), self.usable_bytes(pool.machine)
+        if need <= there:
+            return ""
+        most = max(held, key=lambda name: held[name] + works[name])
+        return (
+            f"{_named(pool)}: needs {need / GIB:.1f} GiB a device, but {there / GIB:.1f} GiB are usable; {most} takes most, "
+            f"{(held[most] + works[most]) / GIB:.1f} GiB: cut it further, or give the pool more devices"
+        )
+
+
+def _named(pool: Pool) -> str:
+    return f"pool {pool.name} ({pool.devices} x {pool.machine.device.name})"

@@ -1,0 +1,120 @@
+"""Seconds of drawing responses, token by token, from a key-value cache, or without one."""
+
+from __future__ import annotations
+
+from math import ceil, log, sqrt
+from typing import NamedTuple
+
+from hybridflow.planner.flops import decode_flops, forward_flops
+from hybridflow.planner.graph import Task
+from hybridflow.planner.links import Links
+from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.passes import Speeds
+from hybridflow.planner.profile import Profile
+
+__all__ = ["CHUNK_TOKENS", "Pace", "cacheless_parts", "draw_parts", "row_bytes"]
+
+CHUNK_TOKENS = 2048
+"""of prompts that go through the layers at once"""
+
+
+class Pace(NamedTuple):
+    """Seconds of a decode step, and of each row in it, besides reading memory, computing and sending."""
+
+    step: float
+    row: float
+
+
+class _Rows(NamedTuple):
+    """Of a replica: how many it draws in all, and steps until the last is done."""
+
+    total: int
+    steps: float
+
+
+def draw_parts(
+    profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links, pace: Pace, free: float
+) -> dict[str, float] | None:
+    """Stages of a pipeline take turns: what they hold is divided, what they do is not. None: ``free`` bytes don't hold the
+    weights and one response."""
+    beside = _side_by_side(profile, task, s, free)
+    if beside < 1:
+        return None
+    rows = _rows(task, s, beside)
+    parts = _prefill_parts(profile, task, s, rows.total, speeds, links)
+    if rows.steps > 0:
+        parts |= _decode_parts(profile, task, s, rows, speeds, pace)
+        each = links.all_reduce(
+            rows.total * (task.response - 1) / rows.steps * profile.hidden * profile.role.itemsize, s.tp
+        )
+        parts["tensor"] += rows.steps * 2 * profile.layers * each
+        if s.pp > 1:
+            parts["pipeline"] += rows.steps * s.pp * links.message(beside * hidden, s.pp * s.tp)
+    parts["call"] = speeds.call
+    return {name: seconds * task.times for name, seconds in parts.items()}
+
+
+def row_bytes(profile: Profile, task: Task, s: Strategy) -> float:
+    """Keys and values of a response and of its part of a shared prompt, on a device."""
+    return ceil(profile.layers / s.pp) * profile.cut(s.tp).position * (task.prompt / task.group + task.response)
+
+
+def _side_by_side(profile: Profile, task: Task, s: Strategy, free: float) -> float:
+    room = free - profile.numbers(s.pp, s.tp) * profile.role.itemsize
+    most = room / row_bytes(profile, task, s)
+    return min(most, task.slots) if task.slots else most
+
+
+def _rows(task: Task, s: Strategy, beside: float) -> _Rows:
+    """Continuous batching: a row that is done makes room for the next. n rows side by side take total / n times the mean
+    length and, at the end, wait for the longest of those that are left: mean + deviation sqrt(2 ln rows), as if lengths
+    were normal, but not over ``longest``. This is exact for equal lengths and, but for the last term, for exponential ones.
+    The first token of a response comes with its prompt."""
+    total, mean = ceil(task.rows / s.dp), max(0.0, task.response - 1)
+    n = min(float(total), beside)
+    last = mean
+    if task.deviation:
+        last += task.deviation * sqrt(2 * log(max(1.0, n * s.dp)))
+        last = max(mean, min(last, task.longest - 1)) if task.longest else last
+    waves = total / n
+    if n == task.slots and not task.deviation:
+        waves = ceil(waves)  # rows begin and end together
+    return _Rows(total, waves * mean + last - mean)
+
+
+def _decode_parts(profile: Profile, task: Task, s: Strategy, rows: _Rows, speeds: Speeds, pace: Pace) -> dict[str, float]:
+    """Each step reads the weights and the cache, or computes for longer. A row that is drawn for long is read for long, so
+    that the mean context is that of a token, not of a row."""
+    mean, drawn = task.response, rows.total * (task.response - 1)
+    cut, itemsize, layers = profile.cut(s.tp), profile.role.itemsize, profile.layers
+    context = task.prompt + (mean + task.deviation**2 / mean) / 2
+    n = drawn / rows.steps
+    weights = (layers * profile.touched(s.tp, n) + cut.head) * itemsize
+    cache = layers * cut.position * context
+    memory = (rows.steps * weights + drawn * cache) / speeds.bandwidth
+    products = drawn * decode_flops(profile.active, context, 1, 1) * cut.share / speeds.flops
+    return {"decode": max(memory, products), "steps": rows.steps * pace.step, "rows": drawn * pace.row}
+
+
+def _prefill_parts(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, links: Links) -> dict[str, float]:
+    """A prompt that rows share goes through the layers once."""
+    tokens = ceil(rows / task.group) * task.prompt
+    chunks = ceil(tokens / CHUNK_TOKENS)
+    cut, itemsize, layers = profile.cut(s.tp), profile.role.itemsize, profile.layers
+    products = forward_flops(profile.active, tokens, rows, task.prompt, True) * cut.share / speeds.flops
+    read = layers * profile.touched(s.tp, CHUNK_TOKENS) * itemsize / speeds.bandwidth
+    size = tokens * profile.hidden * itemsize
+    return {
+        "prefill": max(products, chunks * max(read, layers * speeds.launch)),
+        "tensor": chunks * 2 * layers * links.all_reduce(size / max(1, chunks), s.tp),
+        "pipeline": chunks * s.pp * links.message(size / max(1, chunks), s.pp * s.tp) if s.pp > 1 else 0.0,
+    }
+
+
+def cacheless_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, pace: Pace) -> dict[str, float]:
+    """Each token costs a pass over all that are before it."""
+    total, drawn = ceil(task.rows / s.dp), ceil(task.rows / s.dp) * task.response
+    context = task.prompt + task.response / 2
+    products = drawn * forward_flops(profile.active, context, 1, context, True) * profile.cut(s.tp).share / speeds.flops
+    parts = {"decode": products, "steps": task.response * pace.step, "rows": drawn * pace.row, "call": speeds.call}
+    return {name: seconds * task.times for name, seconds in (parts if total else {}).items()}

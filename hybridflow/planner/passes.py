@@ -1,0 +1,132 @@
+"""Seconds of passes over rows that are there: training and inference."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from hybridflow.planner.graph import Task
+from hybridflow.planner.links import Links
+from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.profile import Profile
+
+__all__ = ["Speeds", "forward_parts", "microbatches", "recomputes", "train_parts"]
+
+
+class Speeds(NamedTuple):
+    """Of a device, as reached: FLOP/s, bytes/s; seconds of launching a layer's kernels, and of a call. ``overlap``: the
+    share of computing during which weights of the next layers can arrive."""
+
+    flops: float
+    bandwidth: float
+    launch: float
+    call: float
+    overlap: float
+
+
+class _Way(NamedTuple):
+    """Seconds of a microbatch on the stage that has most to do, and in the mean of all."""
+
+    slowest: float
+    mean: float
+
+
+def microbatches(profile: Profile, task: Task, strategy: Strategy) -> tuple[int, int]:
+    """(rows of one, how many a replica takes in a minibatch)."""
+    minibatches = task.minibatches if task.kind == "train" else 1
+    block = ceil(ceil(task.rows / minibatches) / strategy.dp)
+    budget = profile.role.token_budget
+    rows = strategy.rows if budget is None else int(budget / max(1.0, task.prompt + task.response))
+    rows = max(1, min(block, rows))
+    return rows, ceil(block / rows)
+
+
+def _way(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, back: bool = False) -> _Way:
+    """Forward; ``back``: with twice the products, of gradients of inputs and weights, but for what isn't trained. Stages
+    without frozen layers set the pace of a pipeline."""
+    role, cut = profile.role, profile.cut(s.tp)
+    layer, last, head = profile.flops(*_lengths(profile, task))
+    times, layers = (2, profile.layers - role.frozen * (s.pp == 1)) if back else (1, profile.layers)
+    if not layers:
+        return _Way(0.0, 0.0)
+    work, tokens = times * rows * cut.share / speeds.flops, rows * (task.prompt + task.response)
+    least = times * max(profile.touched(s.tp, tokens) * role.itemsize / speeds.bandwidth, speeds.launch)
+    one, most = max(layer * work, least), ceil(layers / s.pp)
+    end = max(last * work, least) + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
+    slowest = (most - 1) * one + end
+    if s.pp > 1:
+        slowest = max(slowest, (most if layers % s.pp != 1 else most - 1) * one)
+    return _Way(slowest, ((layers - 1) * one + end) / s.pp)
+
+
+def _lengths(profile: Profile, task: Task) -> tuple[float, float]:
+    """(of a row, how many of its tokens decide)."""
+    length = task.prompt + task.response
+    return length, 1.0 if profile.role.head == "score" else task.response or length
+
+
+def _sent(profile: Profile, task: Task, s: Strategy, rows: int, links: Links) -> tuple[float, float]:
+    """Seconds of (the two all-reduces of each layer of a stage, a message to the next stage), of a microbatch one way."""
+    size = rows * (task.prompt + task.response) * profile.hidden * profile.role.itemsize
+    tensor = 2 * ceil(profile.layers / s.pp) * links.all_reduce(size, s.tp)
+    return tensor, links.message(size, s.pp * s.tp) if s.pp > 1 else 0.0
+
+
+def forward_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links) -> dict[str, float]:
+    rows, count = microbatches(profile, task, s)
+    way, (tensor, message) = _way(profile, task, s, rows, speeds), _sent(profile, task, s, rows, links)
+    parts = _pipelined(way, tensor, message, count, s.pp)
+    if s.shard == "fsdp" and s.dp > 1:
+        gathered = count * links.ring(profile.numbers(s.pp, s.tp) * profile.role.itemsize, s.pp * s.tp, s.dp)
+        parts["data"] = max(0.0, gathered - speeds.overlap * parts["compute"])
+    parts["call"] = speeds.call
+    return {name: seconds * task.times for name, seconds in parts.items()}
+
+
+def _pipelined(way: _Way, tensor: float, message: float, count: int, pp: int) -> dict[str, float]:
+    """Of ``count`` microbatches: the slowest stage sets the pace, and the last one starts late by the stages before it."""
+    return {
+        "compute": count * way.mean,
+        "imbalance": count * (way.slowest - way.mean),
+        "bubble": (pp - 1) * (way.slowest + tensor),
+        "tensor": count * tensor,
+        "pipeline": (count + pp - 1) * message if pp > 1 else 0.0,
+    }
+
+
+def train_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links) -> dict[str, float]:
+    rows, count = microbatches(profile, task, s)
+    there, back = (_way(profile, task, s, rows, speeds, way) for way in (False, True))
+    tensor, message = _sent(profile, task, s, rows, links)
+    again = recomputes(profile, s)
+    both = _Way(there.slowest + back.slowest, there.mean + back.mean)
+    parts = _pipelined(both, tensor * (3 if again else 2), 2 * message, count, s.pp)
+    parts["recompute"] = (count + s.pp - 1) * there.slowest * again
+    parts |= _update_parts(profile, s, count, parts["compute"], speeds, links)
+    updates = task.minibatches * task.epochs * task.times
+    return {name: seconds * updates for name, seconds in parts.items()}
+
+
+def recomputes(profile: Profile, s: Strategy) -> bool:
+    role = profile.role
+    return s.recompute if role.token_budget is None else role.recompute
+
+
+def _update_parts(
+    profile: Profile, s: Strategy, count: int, compute: float, speeds: Speeds, links: Links
+) -> dict[str, float]:
+    """Gradients to their sums, the optimizer's step, and weights back to all."""
+    role, numbers, block = profile.role, profile.numbers(s.pp, s.tp), s.pp * s.tp
+    weights, gradients = numbers * role.itemsize, numbers * role.gradient_bytes
+    moved = links.ring(gradients, block, s.dp)
+    if s.shard == "none":
+        moved *= 2  # an all-reduce
+    elif s.shard == "zero1":
+        moved += links.ring(weights, block, s.dp)
+    else:  # weights arrive for each microbatch's passes, while others are computed with
+        gathered = (3 if recomputes(profile, s) else 2) * count * links.ring(weights, block, s.dp)
+        moved += max(0.0, gathered - speeds.overlap * compute)
+    own = numbers / (1 if s.shard == "none" else s.dp)
+    # the norm reads gradients, the step reads them again, reads and writes its states, and writes weights
+    optimizer = own * (2 * role.gradient_bytes + 2 * role.optimizer_bytes + role.itemsize) / speeds.bandwidth
+    return {"data": moved, "optimizer": optimizer, "call": speeds.call}
