@@ -37,6 +37,7 @@ from hybridflow.reshard.plan import Strategy as Reshard
 __all__ = ["ROWS", "CostModel", "Efficiency", "Estimate"]
 
 GIB = 2**30
+Shard = Literal["none", "zero1", "fsdp"]
 ROWS = (1, 2, 4, 8)
 """sequences of a microbatch, where the planner may choose"""
 
@@ -116,9 +117,9 @@ class CostModel:
             block = max(ceil(ceil(task.rows / task.minibatches) / dp) for task in self._tasks[role.name])
             options = [rows for rows in ROWS if rows <= block]
         again = (False, True) if role.trained and role.token_budget is None else (role.recompute,)
-        shards: tuple[Literal["none", "zero1", "fsdp"], ...] = ("none",)
+        shards: tuple[Shard, ...] = ("none",)
         if role.trained and dp > 1:
-            shards = ("zero1", "fsdp") if pp == 1 else ("zero1",)
+            shards = tuple(shard for shard in self.shards if pp == 1 or shard != "fsdp")
         return [Strategy(pp, tp, dp, shard, recompute, rows) for shard in shards for recompute in again for rows in options]
 
     def resident_bytes(self, role: ModelRole, strategy: Strategy) -> float:
@@ -127,9 +128,10 @@ class CostModel:
         if role.weights_of:
             return 0.0
         s = strategy
-        numbers, parts = self._profiles[role.name].numbers(s.pp, s.tp), 1 if s.shard == "none" else s.dp
-        held = role.itemsize + role.gradient_bytes
-        return numbers * (held / (s.dp if s.shard == "fsdp" else 1) + role.optimizer_bytes / parts)
+        profile = self._profiles[role.name]
+        held = role.itemsize + profile.trained * role.gradient_bytes
+        optimizer = profile.trained * role.optimizer_bytes / (1 if s.shard == "none" else s.dp)
+        return profile.numbers(s.pp, s.tp) * (held / (s.dp if s.shard == "fsdp" else 1) + optimizer)
 
     def working_bytes(self, role: ModelRole, strategy: Strategy) -> float:
         """What the role takes at most on top while it works (activations, logits, buffers). 0 for a sampler: ``seconds``
@@ -150,7 +152,7 @@ class CostModel:
         numbers, layer = profile.numbers(s.pp, s.tp), profile.cut(s.tp).layer
         if s.shard == "fsdp":  # the next layer arrives while one works
             return work + 2 * layer * role.itemsize
-        return max(work, numbers * role.gradient_bytes)  # sums come after the last microbatch
+        return max(work, numbers * profile.trained * role.gradient_bytes)  # sums come after the last microbatch
 
     def usable_bytes(self, machine: Machine) -> float:
         """Of a device's memory, for what is counted."""
@@ -327,8 +329,8 @@ class CostModel:
             return ""
         most = max(held, key=lambda name: held[name] + works[name])
         return (
-            f"{_named(pool)}: needs {need / GIB:.1f} GiB a device, but {there / GIB:.1f} GiB are usable; {most} takes most, "
-            f"{(held[most] + works[most]) / GIB:.1f} GiB: cut it further, or give the pool more devices"
+            f"{_named(pool)}: needs {need / GIB:.1f} GiB a device, but {there / GIB:.1f} GiB are usable; {most} takes "
+            f"most, {(held[most] + works[most]) / GIB:.1f} GiB: cut it further, or give the pool more devices"
         )
 
 

@@ -44,12 +44,10 @@ def draw_parts(
     parts = _prefill_parts(profile, task, s, rows.total, speeds, links)
     if rows.steps > 0:
         parts |= _decode_parts(profile, task, s, rows, speeds, pace)
-        each = links.all_reduce(
-            rows.total * (task.response - 1) / rows.steps * profile.hidden * profile.role.itemsize, s.tp
-        )
-        parts["tensor"] += rows.steps * 2 * profile.layers * each
+        size = rows.total * (task.response - 1) / rows.steps * profile.hidden * profile.role.itemsize
+        parts["tensor"] += rows.steps * 2 * profile.layers * links.all_reduce(size, s.tp)
         if s.pp > 1:
-            parts["pipeline"] += rows.steps * s.pp * links.message(beside * hidden, s.pp * s.tp)
+            parts["pipeline"] += rows.steps * s.pp * links.message(size, s.pp * s.tp)
     parts["call"] = speeds.call
     return {name: seconds * task.times for name, seconds in parts.items()}
 

@@ -117,16 +117,17 @@ def _update_parts(
 ) -> dict[str, float]:
     """Gradients to their sums, the optimizer's step, and weights back to all."""
     role, numbers, block = profile.role, profile.numbers(s.pp, s.tp), s.pp * s.tp
-    weights, gradients = numbers * role.itemsize, numbers * role.gradient_bytes
+    trained = numbers * profile.trained
+    weights, gradients = numbers * role.itemsize, trained * role.gradient_bytes
     moved = links.ring(gradients, block, s.dp)
     if s.shard == "none":
         moved *= 2  # an all-reduce
     elif s.shard == "zero1":
-        moved += links.ring(weights, block, s.dp)
+        moved += links.ring(trained * role.itemsize, block, s.dp)
     else:  # weights arrive for each microbatch's passes, while others are computed with
         gathered = (3 if recomputes(profile, s) else 2) * count * links.ring(weights, block, s.dp)
         moved += max(0.0, gathered - speeds.overlap * compute)
-    own = numbers / (1 if s.shard == "none" else s.dp)
+    own = trained / (1 if s.shard == "none" else s.dp)
     # the norm reads gradients, the step reads them again, reads and writes its states, and writes weights
     optimizer = own * (2 * role.gradient_bytes + 2 * role.optimizer_bytes + role.itemsize) / speeds.bandwidth
     return {"data": moved, "optimizer": optimizer, "call": speeds.call}

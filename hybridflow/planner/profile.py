@@ -28,13 +28,16 @@ class Cut(NamedTuple):
 
 
 class Profile:
-    """Of a role. ``active``: the decoder that each token goes through, with the experts that work on it as one MLP."""
+    """Of a role. ``active``: the decoder that each token goes through, with the experts that work on it as one MLP.
+    ``trained``: the share of numbers that are."""
 
     def __init__(self, role: ModelRole, device: str) -> None:
         self.role, self.device, self.spec, size = role, device, role.size.spec, role.size
         self.layers, self.hidden = self.spec.num_layers, self.spec.hidden_size
         self.active = replace(self.spec, intermediate_size=self.spec.intermediate_size * size.active_experts)
         self.is_policy = role.head == "policy"
+        trained = size.trained_parameters(role.head, role.frozen, role.trains_head) if role.trained else 0
+        self.trained = trained / size.parameters(role.head)
         self.max_tp = min(self.spec.num_heads, self.spec.intermediate_size, self.spec.vocab_size)
         self._cuts: dict[int, Cut] = {}
         self._flops: dict[tuple[float, float], tuple[float, float, float]] = {}
