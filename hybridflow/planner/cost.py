@@ -83,11 +83,20 @@ class CostModel:
     """Times and bytes of a graph's tasks. Everything depends on a task, its strategy and its pool alone, so that what was
     worked out once holds for every mapping.
 
-    ``without``: names of parts that are left out; ``max_pp``: pipelines of more stages aren't proposed.
+    ``without``: names of parts that are left out. Of strategies, pipelines of more than ``max_pp`` stages aren't proposed,
+    and no ways to share out than ``shards``.
     """
 
-    def __init__(self, graph: TaskGraph, efficiency: Efficiency, without: Collection[str] = (), max_pp: int = 16) -> None:
-        self.graph, self.efficiency, self.without, self.max_pp = graph, efficiency, frozenset(without), max_pp
+    def __init__(
+        self,
+        graph: TaskGraph,
+        efficiency: Efficiency,
+        without: Collection[str] = (),
+        max_pp: int = 16,
+        shards: tuple[Shard, ...] = ("zero1", "fsdp"),
+    ) -> None:
+        self.graph, self.efficiency, self.without = graph, efficiency, frozenset(without)
+        self.max_pp, self.shards = max_pp, shards
         self.roles = {role.name: role for role in graph.roles}
         self._profiles = {role.name: Profile(role, efficiency.device) for role in graph.roles}
         self._tasks = {name: [task for task in graph.tasks if task.role == name] for name in self.roles}
