@@ -27,8 +27,8 @@ STALE = {"sync": 1, "async": 2}
 DRAWS = 32
 DRIVER = ""
 WAITS = ("queue", "transfer")
-MOVES = {"transition": "weights", "publishing": "weights", "transfer": ""}
-"""parts of an estimate in which bytes move, and what of the role is pulled, if it isn't what a task reads"""
+_MOVES = {"transition": "{task.role}.weights", "transfer": "{task.name}"}
+"""parts of an estimate in which bytes move, and what their spans are called"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def _turns(graph: TaskGraph, mapping: DeviceMapping) -> dict[str, _Turns]:
     for pool in mapping.pools:
         samplers = [mapping.strategies[role.name] for role in graph.roles if role.weights_of and role.name in pool.roles]
         alike = gcd(*(strategy.pp * strategy.tp for strategy in samplers)) or pool.devices
-        there = _Turns([f"{pool.name}/{rank}" for rank in range(0, pool.devices, alike)])
+        used = max((strategy.devices for strategy in samplers), default=pool.devices)
+        there = _Turns([f"{pool.name}/{rank}" for rank in range(0, used, alike)])
         turns |= dict.fromkeys(pool.roles, there)
     return turns
 
@@ -116,7 +117,7 @@ class _Turns:
         """``times``: when the task was issued, and when all that it reads was there. ``slowness`` [replicas]."""
         issued, ready = times
         start, spans = max(ready, self.free), list[Span]()
-        moving = {name: seconds for name, seconds in estimate.parts.items() if name in MOVES and seconds}
+        moving = _moving(task, estimate)
         work = estimate.seconds - sum(moving.values())
         for row, worker in enumerate(self.workers):
             now = max(issued, self.ends[row])
@@ -124,11 +125,16 @@ class _Turns:
                 spans.append(Span(task.name, "queue", now, start - now, worker))
             now = start
             for name, seconds in moving.items():
-                pulled = f"{task.role}.{MOVES[name]}" if MOVES[name] else task.name
-                spans.append(Span(pulled, "transfer", now, seconds, worker))
+                spans.append(Span(name, "transfer", now, seconds, worker))
                 now += seconds
             seconds = work * float(slowness[row * len(slowness) // len(self.workers)])
             spans.append(Span(task.name, task.kind, now, seconds, worker))
             self.ends[row] = now + seconds
         self.free = max(self.ends)
         return spans
+
+
+def _moving(task: Task, estimate: Estimate) -> dict[str, float]:
+    """Seconds of what comes before the task runs, by its name."""
+    moving = {name: estimate.parts.get(part, 0.0) for part, name in _MOVES.items()}
+    return {name.format(task=task): seconds for name, seconds in moving.items() if seconds}

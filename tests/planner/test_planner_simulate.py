@@ -84,7 +84,7 @@ def rlhf(schedule: Schedule = "sync", apart: bool = False, deviation: float = 0.
     main = (LEARNS, JUDGES) if apart else (LEARNS, SAMPLES, JUDGES)
     pools = (Pool("main", MACHINE, 4, main), *([Pool("rollout", MACHINE, 4, (SAMPLES,))] if apart else []))
     strategies = {LEARNS: Strategy(dp=4), JUDGES: Strategy(dp=4), SAMPLES: Strategy(tp=2, dp=2)}
-    moved = {"publishing" if apart else "transition": 0.5}
+    moved = {"transition": 0.5}
     estimates = {
         "sampler.rollout": Estimate({**moved, "decode": 4.0}),
         "judge.score": Estimate({"compute": 1.0, "transfer": 0.25} if apart else {"compute": 1.0}),
