@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import hybridflow.commands.probe as command
 from hybridflow.cli import main
 from hybridflow.planner import probe
-from hybridflow.planner.cluster import conflicts, parse_cluster
+from hybridflow.planner.cluster import parse_cluster
 from hybridflow.planner.hardware import fingerprint, load_probe
 
 
@@ -25,19 +27,18 @@ def test_a_probe_is_kept_and_divides_the_machine(
 ) -> None:
     monkeypatch.setenv("HYBRIDFLOW_HOME", str(tmp_path))
     monkeypatch.setattr(probe, "ENOUGH_S", 0.002)
+    monkeypatch.setattr(command, "measure", partial(probe.measure, rounds=1))
     start = time.perf_counter()
     assert main(["probe", "--json"]) == 0
     assert time.perf_counter() - start < 60
     told, kept, machine = json.loads(capsys.readouterr().out), load_probe(), fingerprint()
     assert kept.machine == machine
     assert Path(told["file"]).parent == machine.folder
-    assert {dtype: set(rates) for dtype, rates in kept.flops.items()} == dict.fromkeys(
-        ("float32", "bfloat16"), set(kept.bandwidth)
-    )
+    assert [*kept.flops] == ["float32", "bfloat16"]
+    assert all([*rates] == [*kept.bandwidth] for rates in kept.flops.values())
     assert 1e9 < kept.flops["float32"][1] < 1e16
     assert 1e8 < kept.bandwidth[1] < 1e13
     assert 1e6 < kept.link < kept.bandwidth[1]
     assert 1e-7 < kept.link_latency_s < 1e-1
     ((_, one),) = parse_cluster("here:1x2").machines
     assert one.device.memory_bytes == kept.memory_bytes / 2
-    assert list(conflicts(one)) == []
