@@ -1,0 +1,180 @@
+"""Constants of the cost model from what was measured: few of them, each with how well the measurements determine it.
+
+    log(predicted / measured), robustly small, over the logarithms of the constants:
+    one constant at a time, in wide steps ──> Gauss-Newton ──> one at a time again, in small ones ──> leave-one-out spread
+
+Logarithms, as all constants are positive and errors are ratios. Predictions have kinks (which limit binds, which plan is
+best), where derivatives mislead; so each constant is also searched on its own. All are pulled a little to where they start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Fitted", "fit"]
+
+Array = NDArray[np.float64]
+Predict = Callable[[Mapping[str, float]], Sequence[float] | Array]
+
+HUBER = 0.1
+"""errors above it, in logarithms, pull no harder than one of it"""
+PRIOR = math.log(10.0)
+"""how far, in logarithms, a constant may well be from where the fit starts"""
+FAR = 3.0
+"""of an error, at most: predictions that are missing or infinite have it"""
+STEP = 0.02
+SMALLEST = 0.01
+ROUNDS = 12
+FELT = 0.02
+"""a constant is determined if twice of it would change a prediction by so much or more"""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``values`` of constants by name. ``spread``: a factor of 1 or more, by which a constant may be larger or smaller: one
+    standard error, by leaving out each measurement in turn. ``determined``: those that the measurements depend on; the
+    others are where they started. ``errors`` [N]: log(predicted / measured)."""
+
+    values: dict[str, float]
+    spread: dict[str, float]
+    determined: tuple[str, ...]
+    errors: Array
+
+    @property
+    def median_error(self) -> float:
+        """Of predictions, as a share of what was measured."""
+        return float(np.median(np.abs(np.expm1(self.errors))))
+
+    @property
+    def worst_error(self) -> float:
+        return float(np.max(np.abs(np.expm1(self.errors))))
+
+
+def fit(
+    predict: Predict,
+    observed: Sequence[float] | Array,
+    start: Mapping[str, float],
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    weights: Sequence[float] | Array | None = None,
+) -> Fitted:
+    """The constants with which ``predict`` comes nearest to ``observed`` [N], both above 0.
+
+    ``start``: by name, above 0; what measurements don't determine stays there. ``bounds``: (least, most) of a constant,
+    both above 0. ``weights`` [N]: how much each measurement counts. The same arguments give the same result.
+    """
+    problem = _Problem(predict, np.asarray(observed, float), start, bounds or {}, weights)
+    point = problem.newton(problem.one_by_one(problem.start, 2.0))
+    point = problem.one_by_one(point, 0.4)
+    jacobian, errors = problem.jacobian(point), problem.errors(point)
+    spread = problem.spread(jacobian, errors)
+    felt = np.abs(jacobian).max(axis=0, initial=0.0) * math.log(2) >= FELT
+    # a pull alone must not look like a measurement: what isn't felt has the width of the prior
+    spread[~felt] = PRIOR
+    return Fitted(
+        values={name: float(math.exp(value)) for name, value in zip(problem.names, point, strict=True)},
+        spread={name: float(math.exp(value)) for name, value in zip(problem.names, spread, strict=True)},
+        determined=tuple(name for name, one in zip(problem.names, felt, strict=True) if one),
+        errors=errors,
+    )
+
+
+class _Problem:
+    """Constants are a vector of logarithms."""
+
+    def __init__(
+        self,
+        predict: Predict,
+        observed: Array,
+        start: Mapping[str, float],
+        bounds: Mapping[str, tuple[float, float]],
+        weights: Sequence[float] | Array | None,
+    ) -> None:
+        self.predict, self.log_observed, self.names = predict, np.log(observed), tuple(start)
+        self.start = np.log(np.array([start[name] for name in self.names], float))
+        limits = np.log(np.array([bounds.get(name, (1e-12, 1e18)) for name in self.names], float).reshape(-1, 2))
+        self.low, self.high = limits[:, 0], limits[:, 1]
+        given = np.ones(len(observed)) if weights is None else np.asarray(weights, float)
+        self.weights = given * len(observed) / given.sum()
+
+    def errors(self, point: Array) -> Array:
+        values = {name: math.exp(value) for name, value in zip(self.names, point, strict=True)}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = np.log(np.asarray(self.predict(values), float)) - self.log_observed
+        errors: Array = np.clip(np.nan_to_num(found, nan=FAR, posinf=FAR, neginf=-FAR), -FAR, FAR)
+        return errors
+
+    def loss(self, point: Array) -> float:
+        """Huber's, and the pull to the start."""
+        size = np.abs(self.errors(point))
+        robust = np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2))
+        pull = ((point - self.start) / PRIOR) ** 2 / 2
+        return float((self.weights * robust).sum() / HUBER**2 + pull.sum())
+
+    def jacobian(self, point: Array) -> Array:
+        """[N, constants], by central differences inside the bounds."""
+        columns = []
+        for index in range(len(point)):
+            above, below = point.copy(), point.copy()
+            above[index] = min(point[index] + STEP, self.high[index])
+            below[index] = max(point[index] - STEP, self.low[index])
+            width = above[index] - below[index]
+            change = self.errors(above) - self.errors(below) if width else np.zeros_like(self.log_observed)
+            columns.append(change / (width or 1.0))
+        return np.stack(columns, axis=1) if columns else np.zeros((len(self.log_observed), 0))
+
+    def _pulls(self, errors: Array) -> Array:
+        """Weights of squares whose sum has the slope of Huber's loss."""
+        pulls: Array = self.weights * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12)) / HUBER**2
+        return pulls
+
+    def newton(self, point: Array) -> Array:
+        """Gauss-Newton, damped until the loss falls."""
+        damping, best = 1e-3, self.loss(point)
+        for _ in range(ROUNDS):
+            errors, jacobian = self.errors(point), self.jacobian(point)
+            pulls = self._pulls(errors)
+            slope = jacobian.T @ (pulls * errors) + (point - self.start) / PRIOR**2
+            normal = jacobian.T @ (pulls[:, None] * jacobian) + np.eye(len(point)) / PRIOR**2
+            for _ in range(6):
+                damped = normal + damping * np.diag(np.diag(normal))
+                tried = np.clip(point - np.linalg.solve(damped, slope), self.low, self.high)
+                if (loss := self.loss(tried)) < best:
+                    break
+                damping *= 10
+            else:
+                return point
+            gain, best, point, damping = best - loss, loss, tried, damping / 10
+            if gain < 1e-4 * best:
+                break
+        return point
+
+    def one_by_one(self, point: Array, width: float) -> Array:
+        """Smaller and smaller steps of one constant at a time, as long as the loss falls."""
+        best = self.loss(point)
+        while width > SMALLEST:
+            moved = False
+            for index in range(len(point)):
+                for way in (width, -width):
+                    tried = point.copy()
+                    tried[index] = np.clip(point[index] + way, self.low[index], self.high[index])
+                    if (loss := self.loss(tried)) < best - 1e-9:
+                        best, point, moved = loss, tried, True
+                        break
+            width = width if moved else width / 2
+        return point
+
+    def spread(self, jacobian: Array, errors: Array) -> Array:
+        """[constants], one standard error of their logarithms: the jackknife, each constant moved by the one Newton step
+        that leaving out a measurement makes (Efron 1982)."""
+        pulls, count = self._pulls(errors), len(errors)
+        normal = jacobian.T @ (pulls[:, None] * jacobian) + np.eye(jacobian.shape[1]) / PRIOR**2
+        inverse = np.linalg.inv(normal)
+        leverage = pulls * np.einsum("ni,ij,nj->n", jacobian, inverse, jacobian)
+        moves = (pulls * errors / np.maximum(1 - leverage, 0.1))[:, None] * (jacobian @ inverse)
+        jackknife: Array = np.sqrt((count - 1) / count * (moves**2).sum(axis=0))
+        return np.minimum(jackknife, PRIOR) if count > 1 else np.full(len(inverse), PRIOR)
