@@ -26,11 +26,12 @@ from typing import Literal
 from hybridflow.core.errors import ConfigError
 from hybridflow.planner.cluster import Machine
 from hybridflow.planner.drawing import Pace, cacheless_parts, draw_parts, row_bytes
+from hybridflow.planner.footprint import held_bytes, working_bytes
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
 from hybridflow.planner.links import Links
 from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
 from hybridflow.planner.moving import nested, reshard_traffic
-from hybridflow.planner.passes import Speeds, forward_parts, microbatches, recomputes, train_parts
+from hybridflow.planner.passes import Speeds, forward_parts, train_parts
 from hybridflow.planner.profile import Profile
 from hybridflow.reshard.plan import Strategy as Reshard
 
@@ -136,32 +137,15 @@ class CostModel:
         sampler has none of its own anywhere: its weights and cache are there while it generates only."""
         if role.weights_of:
             return 0.0
-        s = strategy
-        profile = self._profiles[role.name]
-        held = role.itemsize + profile.trained * role.gradient_bytes
-        optimizer = profile.trained * role.optimizer_bytes / (1 if s.shard == "none" else s.dp)
-        return profile.numbers(s.pp, s.tp) * (held / (s.dp if s.shard == "fsdp" else 1) + optimizer)
+        return held_bytes(self._profiles[role.name], strategy)
 
     def working_bytes(self, role: ModelRole, strategy: Strategy) -> float:
         """What the role takes at most on top while it works (activations, logits, buffers). 0 for a sampler: ``seconds``
         says whether it fits into what is free."""
         if role.weights_of:
             return 0.0
-        return max((self._task_bytes(role, task, strategy) for task in self._tasks[role.name]), default=0.0)
-
-    def _task_bytes(self, role: ModelRole, task: Task, s: Strategy) -> float:
         profile = self._profiles[role.name]
-        rows, count = microbatches(profile, task, s)
-        length = max(1, ceil(task.prompt + task.response))
-        actions = ceil(task.response) or length
-        in_flight = min(s.pp, count) if task.kind == "train" else 0
-        work = profile.working_bytes(s.pp, s.tp, rows, length, actions, recomputes(profile, s), in_flight)
-        if s.dp == 1 or task.kind != "train":
-            return work
-        numbers, layer = profile.numbers(s.pp, s.tp), profile.cut(s.tp).layer
-        if s.shard == "fsdp":  # the next layer arrives while one works
-            return work + 2 * layer * role.itemsize
-        return max(work, numbers * profile.trained * role.gradient_bytes)  # sums come after the last microbatch
+        return max((working_bytes(profile, task, strategy) for task in self._tasks[role.name]), default=0.0)
 
     def usable_bytes(self, machine: Machine) -> float:
         """Of a device's memory, for what is counted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from hybridflow.generation.weights import MIN_STEPS, Precision
 from hybridflow.models.decoder import SLOW_WIDTH
@@ -24,11 +25,13 @@ __all__ = [
     "Head",
     "Microbatch",
     "Stage",
+    "WayBack",
     "activation_bytes",
     "forward_bytes",
     "head_buffer_bytes",
     "peak_bytes",
     "repacked_bytes",
+    "way_back",
 ]
 
 
@@ -146,22 +149,29 @@ def peak_bytes(stage: Stage, batch: Microbatch, gradients: int, plan: Plan, rank
     """The most that a step takes besides weights and optimizer until its gradients are there: at the start of the way back
     of the last of the microbatches that ``plan`` has in flight on a rank, or at its end. Gradients of earlier ones
     are there, if any."""
-    kept = [_kept_bytes(one, batch) for one in stage.stages]
-    held, earlier = plan.in_flight(rank, kept), plan.in_flight(rank) < len(plan.actions[rank]) // 2
-    pairs = zip(kept, stage.stages, strict=True)
-    return max(held - own + _way_back_bytes(one, batch, gradients, earlier) for own, one in pairs)
+    ways = [way_back(one, batch) for one in stage.stages]
+    held, earlier = plan.in_flight(rank, [way.kept for way in ways]), plan.in_flight(rank) < len(plan.actions[rank]) // 2
+    return max(held - way.kept + way.peak(gradients, earlier) for way in ways)
 
 
-def _kept_bytes(stage: Stage, batch: Microbatch) -> int:
-    """What a microbatch holds while others go their way back."""
-    return activation_bytes(stage, batch) - (max(_layers(stage, batch), default=0) if stage.checkpointing else 0)
+class WayBack(NamedTuple):
+    """Bytes of a microbatch: ``kept`` while others go their way back, then at the ``start`` of its own, and ``within`` it,
+    when gradients are there."""
+
+    kept: int
+    start: int
+    within: int
+
+    def peak(self, gradients: int, earlier: bool) -> int:
+        """``gradients``: bytes of them, which are there from the start if there were ``earlier`` microbatches."""
+        return max((gradients if earlier else 0) + self.start, gradients + self.within)
 
 
-def _way_back_bytes(stage: Stage, batch: Microbatch, gradients: int, earlier: bool) -> int:
+def way_back(stage: Stage, batch: Microbatch) -> WayBack:
     saved, layer = activation_bytes(stage, batch), max(_layers(stage, batch), default=0)
-    start = saved - (layer if stage.checkpointing else 0) + head_buffer_bytes(stage, batch.actions, train=True)
-    within = saved - _outputs(stage, batch) if stage.checkpointing else layer
-    return max((gradients if earlier else 0) + start, gradients + within)
+    kept = saved - (layer if stage.checkpointing else 0)
+    start = kept + head_buffer_bytes(stage, batch.actions, train=True)
+    return WayBack(kept, start, saved - _outputs(stage, batch) if stage.checkpointing else layer)
 
 
 def head_buffer_bytes(stage: Stage, tokens: int, train: bool) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hybridflow.models.layout import local_spec
 from hybridflow.planner.flops import forward_flops
 from hybridflow.planner.graph import ModelRole
-from hybridflow.planner.memory import Microbatch, Stage, activation_bytes, forward_bytes, head_buffer_bytes
+from hybridflow.planner.memory import Microbatch, Stage, WayBack, forward_bytes, way_back
 
 __all__ = ["Cut", "Profile"]
 
@@ -36,13 +36,12 @@ class Profile:
         self.layers, self.hidden = self.spec.num_layers, self.spec.hidden_size
         self.active = replace(self.spec, intermediate_size=self.spec.intermediate_size * size.active_experts)
         self.is_policy = role.head == "policy"
-        trained = size.trained_parameters(role.head, role.frozen, role.trains_head) if role.trained else 0
-        self.trained = trained / size.parameters(role.head)
+        self.trained = role.trained_parameters / role.parameters
         self.max_tp = min(self.spec.num_heads, self.spec.intermediate_size, self.spec.vocab_size)
         self._cuts: dict[int, Cut] = {}
         self._flops: dict[tuple[float, float], tuple[float, float, float]] = {}
         self._numbers: dict[tuple[int, int], float] = {}
-        self._working: dict[tuple[object, ...], float] = {}
+        self._ends: dict[tuple[int, int, bool, Microbatch], list[tuple[WayBack, int]]] = {}
 
     def cut(self, tp: int) -> Cut:
         if tp not in self._cuts:
@@ -96,20 +95,16 @@ class Profile:
             self._flops[key] = layer, last, 2.0 * self.hidden * self.spec.vocab_size * actions * self.is_policy
         return self._flops[key]
 
-    def working_bytes(
-        self, pp: int, tp: int, rows: int, length: int, actions: int, recompute: bool, in_flight: int
-    ) -> float:
-        """Of training, if ``in_flight``: activations of so many microbatches of ``rows`` and the buffers of the last one;
-        else of a pass without gradients. Of the first stage, which has most in flight, or the last, which has the head."""
-        key = pp, tp, rows, length, actions, recompute, in_flight
-        if key not in self._working:
-            batch = Microbatch(rows, length, rows * length, rows if self.role.head == "score" else rows * actions)
-            ends = [self._stage(pp, tp, recompute, first=pp == 1, last=True)]
+    def ends(self, pp: int, tp: int, recompute: bool, batch: Microbatch) -> list[tuple[WayBack, int]]:
+        """(bytes of a microbatch on its way back, of one without gradients), of the last stage, which has the head, and of
+        the first one, which has most microbatches in flight."""
+        key = pp, tp, recompute, batch
+        if key not in self._ends:
+            stages = [self._stage(pp, tp, recompute, first=pp == 1, last=True)]
             if pp > 1:
-                ends.append(self._stage(pp, tp, recompute, first=True, last=False))
-            flights = [min(in_flight, 1), in_flight] if pp > 1 else [min(in_flight, 1)]
-            self._working[key] = float(max(_stage_bytes(s, batch, n) for s, n in zip(ends, flights, strict=True)))
-        return self._working[key]
+                stages.append(self._stage(pp, tp, recompute, first=True, last=False))
+            self._ends[key] = [(way_back(stage, batch), forward_bytes(stage, batch)) for stage in stages]
+        return self._ends[key]
 
     def _stage(self, pp: int, tp: int, recompute: bool, first: bool, last: bool) -> Stage:
         layers = ceil(self.layers / pp) if last else max(1, self.layers // pp)
@@ -128,13 +123,3 @@ class Profile:
             frozen=min(layers, self.role.frozen) if first else 0,
             trains_head=self.role.trains_head and last and self.is_policy,
         )
-
-
-def _stage_bytes(stage: Stage, batch: Microbatch, in_flight: int) -> int:
-    if not in_flight:
-        return forward_bytes(stage, batch)
-    saved = activation_bytes(stage, batch)
-    kept = saved
-    if stage.checkpointing:  # of the others only the inputs of layers wait
-        kept = stage.layers * stage.itemsize * stage.own(batch.tokens) * stage.spec.hidden_size
-    return saved + (in_flight - 1) * kept + head_buffer_bytes(stage, batch.actions, train=True)
