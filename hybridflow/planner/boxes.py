@@ -1,0 +1,211 @@
+"""How many devices each pool of a placement gets: best-first branch and bound over boxes of allocations.
+
+A box says from how many to how many devices every pool gets. Nothing in it beats the pools' lower bounds at the most that
+each can have there, given the least that the others have. The most promising box is halved until it is one allocation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import comb, inf, prod
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.planner.fronts import Front, Fronts
+
+__all__ = ["Found", "Limits", "Placement"]
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+AT_ONCE = 1024  # boxes
+SLACK = 1e-9  # of the cost: what is no better than that isn't looked for
+
+
+class Found(NamedTuple):
+    """``picks``: of each pool's front, the way that is best. ``bound``: nothing costs less. ``evaluated``: allocations."""
+
+    cost: float = inf
+    bound: float = inf
+    fronts: tuple[Front, ...] = ()
+    picks: tuple[int, ...] = ()
+    evaluated: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``devices`` of each kind; ``prices`` of an hour of one, where price is what counts, else empty: then what isn't given
+    to a pool would be lost, and all devices of a kind are given out. ``driver``: its seconds in each stage."""
+
+    devices: Indices
+    prices: Array
+    driver: Array
+    until: float
+
+
+@dataclass
+class Placement:
+    """``sets`` of roles on machines of ``kinds``; ``given``: devices of each, if that is fixed."""
+
+    fronts: Fronts
+    limits: Limits
+    sets: tuple[tuple[str, ...], ...]
+    kinds: tuple[int, ...]
+    given: tuple[int, ...] | None = None
+    best: Found = field(default_factory=Found)
+
+    def __post_init__(self) -> None:
+        self.prices = self.limits.prices[[*self.kinds]] if self.limits.prices.size else None
+        pools = zip(self.sets, self.kinds, strict=True)
+        both = [self.fronts.bounds(roles, kind, int(self.limits.devices[kind])) for roles, kind in pools]
+        self.exactly, self.atmost = [one for one, _ in both], [one for _, one in both]
+        self.lo, self.hi = self._root()
+        self.bounds = self._bound(self.lo, self.hi)
+
+    @property
+    def allocations(self) -> int:
+        """As many as an enumeration of those that leave no device out."""
+        if self.given is not None:
+            return 1
+        pools = [self.kinds.count(kind) for kind in range(len(self.limits.devices))]
+        return prod(comb(int(n) - 1, k - 1) for n, k in zip(self.limits.devices, pools, strict=True) if k)
+
+    @property
+    def bound(self) -> float:
+        return min(self.best.cost, float(self.bounds.min(initial=inf)))
+
+    def solve(self, limit: float = inf) -> Found:
+        """The best allocation that costs less than ``limit``, if there is time to find it."""
+        if len(self.lo):
+            self._try(self._guess(self.lo[0], self.hi[0]), limit)
+        while self._prune(min(limit, self.best.cost)) and monotonic() < self.limits.until:
+            first = int(np.argmin(self.bounds))
+            self._sharpen(self.hi[first])
+            now = float(self._bound(self.lo[first : first + 1], self.hi[first : first + 1])[0])
+            if now > self.bounds[first]:
+                self.bounds[first] = now
+            elif (self.lo[first] == self.hi[first]).all():
+                self._try(self.lo[first], limit)
+                self.bounds[first] = inf
+            else:
+                self._split()
+        return self.best._replace(bound=self.bound)
+
+    # -------------------------------------------------------------------------------------------------------------- boxes
+
+    def _root(self) -> tuple[Indices, Indices]:
+        if self.given is not None:
+            lo = hi = np.array([self.given])
+        else:
+            fits = [np.flatnonzero(np.isfinite(one).all(axis=1)) for one in self.atmost]
+            total = self.limits.devices[[*self.kinds]]
+            lo = np.array([[one[0] if len(one) else most + 1 for one, most in zip(fits, total, strict=True)]])
+            hi = total[None]
+        return self._clipped(lo, hi)
+
+    def _clipped(self, lo: Indices, hi: Indices) -> tuple[Indices, Indices]:
+        """Without what the number of devices rules out, and without empty boxes."""
+        lo, hi, kinds = lo.copy(), hi.copy(), np.array(self.kinds)
+        for kind in set(self.kinds):
+            here = np.flatnonzero(kinds == kind)
+            total = self.limits.devices[kind]
+            hi[:, here] = np.minimum(hi[:, here], total - lo[:, here].sum(axis=1, keepdims=True) + lo[:, here])
+            if self.prices is None and self.given is None:
+                spare = total - hi[:, here].sum(axis=1, keepdims=True) + hi[:, here]
+                lo[:, here] = np.maximum(lo[:, here], spare)
+        some = (lo <= hi).all(axis=1)
+        return lo[some], hi[some]
+
+    def _bound(self, lo: Indices, hi: Indices) -> Array:
+        slowest = np.repeat(self.limits.driver[None], len(lo), axis=0)
+        for pool, (atmost, exactly) in enumerate(zip(self.atmost, self.exactly, strict=True)):
+            least = atmost[hi[:, pool]]
+            if self.prices is not None:
+                one = lo[:, pool] == hi[:, pool]
+                least[one] = exactly[hi[one, pool]]
+            np.maximum(slowest, least, out=slowest)
+        seconds = slowest.sum(axis=1)
+        return seconds if self.prices is None else seconds * (lo @ self.prices) / 3600
+
+    def _prune(self, limit: float) -> bool:
+        """Whether boxes are left that could cost less."""
+        alive = self.bounds < limit * (1 - SLACK)
+        self.lo, self.hi, self.bounds = self.lo[alive], self.hi[alive], self.bounds[alive]
+        return bool(alive.any())
+
+    def _split(self) -> None:
+        """Halve the widest side of the boxes with the least bounds."""
+        wide = np.flatnonzero((self.lo < self.hi).any(axis=1))
+        if len(wide) > AT_ONCE:
+            wide = wide[np.argpartition(self.bounds[wide], AT_ONCE)[:AT_ONCE]]
+        lo, hi, row = self.lo[wide], self.hi[wide], np.arange(len(wide))
+        side = np.argmax(hi / lo, axis=1)
+        middle = (lo[row, side] + hi[row, side]) // 2
+        below, above = hi.copy(), lo.copy()
+        below[row, side], above[row, side] = middle, middle + 1
+        lo, hi = self._clipped(np.concatenate([lo, above]), np.concatenate([below, hi]))
+        others = np.ones(len(self.lo), bool)
+        others[wide] = False
+        self.bounds = np.concatenate([self.bounds[others], self._bound(lo, hi)])
+        self.lo, self.hi = np.concatenate([self.lo[others], lo]), np.concatenate([self.hi[others], hi])
+
+    def _sharpen(self, devices: Indices) -> None:
+        """Work out what the pools can really do with so many devices: their bounds grow there and below."""
+        for roles, kind, number in zip(self.sets, self.kinds, devices, strict=True):
+            self.fronts.upto(roles, kind, int(number))
+
+    # -------------------------------------------------------------------------------------------------------- allocations
+
+    def _guess(self, lo: Indices, hi: Indices) -> Indices:
+        """From the least that each pool needs, by what the bounds say: give, then take and give."""
+        now, step = lo.copy(), int(hi.max())
+        moves = np.array(
+            [give - take for give in np.eye(len(lo), dtype=int) for take in [0 * give, *np.eye(len(lo), dtype=int)]]
+        )
+        while step:
+            tries = np.concatenate([now[None], now + step * moves])
+            tries = tries[self._allowed(tries) & (tries >= lo).all(axis=1)]
+            bounds = self._bound(tries, tries)
+            best = int(np.lexsort((-tries.sum(axis=1), bounds))[0])
+            step = step if (tries[best] != now).any() else step // 2
+            now = tries[best]
+        return now
+
+    def _allowed(self, tries: Indices) -> NDArray[np.bool_]:
+        used = np.stack(
+            [tries[:, np.array(self.kinds) == kind].sum(axis=1) for kind in range(len(self.limits.devices))], axis=1
+        )
+        return np.asarray((used <= self.limits.devices).all(axis=1) & (tries > 0).all(axis=1))
+
+    def _try(self, devices: Indices, limit: float) -> None:
+        """The best ways to use an allocation: one of each pool's front."""
+        known = self.fronts.upto if self.prices is None else self.fronts.exact
+        pools = zip(self.sets, self.kinds, devices, strict=True)
+        fronts = tuple(known(roles, kind, int(number)) for roles, kind, number in pools)
+        self.best = self.best._replace(evaluated=self.best.evaluated + 1)
+        if not all(len(front.devices) for front in fronts):
+            return
+        scale = 1.0 if self.prices is None else float(devices @ self.prices) / 3600
+        picked = _together(fronts, self.limits.driver, min(limit, self.best.cost) / scale)
+        if picked is not None:
+            self.best = self.best._replace(cost=picked[0] * scale, fronts=fronts, picks=picked[1])
+
+
+def _together(fronts: tuple[Front, ...], driver: Array, limit: float) -> tuple[float, tuple[int, ...]] | None:
+    """One way of each front, so that the sum over stages of the slowest is least, if below ``limit``."""
+    rest = [driver]
+    for front in fronts[:0:-1]:
+        rest.append(np.maximum(rest[-1], front.seconds.min(axis=0)))
+    partial, picks = driver[None], np.empty((1, 0), np.int64)
+    for front, later in zip(fronts, reversed(rest), strict=True):
+        m, f = len(partial), len(front.seconds)
+        joined = np.maximum(partial[:, None], front.seconds[None]).reshape(m * f, -1)
+        keep = np.flatnonzero(np.maximum(joined, later).sum(axis=1) < limit)
+        partial = joined[keep]
+        picks = np.concatenate([picks[keep // f], keep[:, None] % f], axis=1)
+    if not len(partial):
+        return None
+    best = int(np.argmin(partial.sum(axis=1)))
+    return float(partial[best].sum()), tuple(int(pick) for pick in picks[best])
