@@ -126,7 +126,7 @@ class Placement:
                 one = lo[:, pool] == hi[:, pool]
                 least[one] = exactly[hi[one, pool]]
             np.maximum(slowest, least, out=slowest)
-        seconds = slowest.sum(axis=1)
+        seconds: Array = slowest.sum(axis=1)
         return seconds if self.prices is None else seconds * (lo @ self.prices) / 3600
 
     def _prune(self, limit: float) -> bool:
@@ -201,7 +201,7 @@ def _together(fronts: tuple[Front, ...], driver: Array, limit: float) -> tuple[f
     partial, picks = driver[None], np.empty((1, 0), np.int64)
     for front, later in zip(fronts, reversed(rest), strict=True):
         m, f = len(partial), len(front.seconds)
-        joined = np.maximum(partial[:, None], front.seconds[None]).reshape(m * f, -1)
+        joined = np.maximum(partial[:, None], front.seconds[None]).reshape(m * f, len(driver))
         keep = np.flatnonzero(np.maximum(joined, later).sum(axis=1) < limit)
         partial = joined[keep]
         picks = np.concatenate([picks[keep // f], keep[:, None] % f], axis=1)

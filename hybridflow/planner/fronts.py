@@ -1,9 +1,9 @@
 """What a pool can do: for a set of roles on some devices of one kind, the ways of cutting them that no other way beats.
 
-A pool's roles take turns, so its seconds in a stage are the sum over them, and what crosses pools depends on which roles are
-not in it alone: a pool is a function of (roles, machine, devices). Memory ties its roles together (what all of them hold and
-the most that one takes while it works must fit), and ties a sampler's seconds to what is left for its cache. Hence a Pareto
-front: no way in it is slower than another one in every stage.
+A pool's roles take turns, so its seconds in a stage are the sum over them, and what crosses pools depends only on which
+roles are not in it: a pool is a function of (roles, machine, devices). Memory ties its roles together (what all of them
+hold and the most that one takes while it works must fit), and ties a sampler's seconds to what is left for its cache.
+Hence a Pareto front: no way in it is as slow as another one in every stage.
 """
 
 from __future__ import annotations
@@ -53,16 +53,24 @@ class _Partial(NamedTuple):
 def pareto(costs: Array, key: Indices | None = None) -> Indices:
     """Rows that no other one (of the same key) equals or beats in every column, the least sum first."""
     order = np.argsort(costs.sum(axis=1), kind="stable")
-    rest, keys = costs[order], None if key is None else key[order]
+    columns = np.ascontiguousarray(costs[order].T)
+    keys = np.zeros(len(order), np.int64) if key is None else key[order]
     kept = []
     while order.size:
         kept.append(order[0])
-        better = (rest < rest[0]).any(axis=1)
-        if keys is not None:
-            better |= keys != keys[0]
-            keys = keys[better]
-        rest, order = rest[better], order[better]
+        other = _unbeaten(columns, columns[:, 0])
+        if key is not None:
+            other |= keys != keys[0]
+        columns, keys, order = columns[:, other], keys[other], order[other]
     return np.array(kept, dtype=np.int64)
+
+
+def _unbeaten(columns: Array, costs: Array) -> NDArray[np.bool_]:
+    """Which columns are below ``costs`` anywhere. A loop over rows, as there are few of them and many columns."""
+    below: NDArray[np.bool_] = columns[0] < costs[0]
+    for row, value in zip(columns[1:], costs[1:], strict=True):
+        below |= row < value
+    return below
 
 
 class Fronts:
@@ -82,7 +90,7 @@ class Fronts:
         self._upto: dict[tuple[Roles, int, int], Front] = {}
         self._bounds: dict[tuple[Roles, int], tuple[Array, Array]] = {}
 
-    # ------------------------------------------------------------------------------------------------------------- bounds
+    # ------------------------------------------------------------------------------------------------------------ bounds
 
     def bounds(self, roles: Roles, kind: int, limit: int) -> tuple[Array, Array]:
         """Two arrays [limit + 1, S]: no way that uses exactly n devices, and none that uses at most n, is faster in a
@@ -129,7 +137,7 @@ class Fronts:
         """The smallest number of devices that the roles fit on, up to a limit (Algorithm 1's get_min_alloc)."""
         return next((devices for devices in range(start, limit + 1) if self.fits(roles, kind, devices)), None)
 
-    # ------------------------------------------------------------------------------------------------------------- fronts
+    # ------------------------------------------------------------------------------------------------------------ fronts
 
     def upto(self, roles: Roles, kind: int, devices: int) -> Front:
         """The front of all ways that use at most so many devices: some may stay idle, where a number is hard to divide."""
@@ -210,21 +218,21 @@ class Fronts:
                 if move is not None and fastest is not None:
                     bounds.append(costs[:stages] + move[0] + fastest)
                     places.append((row, number))
-        rest = np.array(bounds).reshape(-1, stages)
-        order = np.arange(len(rest))
+        rest = np.array(bounds).reshape(-1, stages).T.copy()
+        order = np.arange(rest.shape[1])
         while order.size:
-            first = int(np.argmin(rest.sum(axis=1)))
+            first = int(np.argmin(rest.sum(axis=0)))
             row, number = places[order[first]]
             move, costs = moves[partial.key[row], number], partial.costs[row]
             assert move is not None
             took = self._all(samplers, combos[number], kind, [usable - costs[-2] + shared for shared in move[1]])
-            keep = np.ones(len(rest), bool)
+            keep = np.ones(len(order), bool)
             if took is not None:
                 seconds = costs[:stages] + move[0] + took
                 found.append((seconds, {**rows[row], **dict(zip(samplers, combos[number], strict=True))}))
-                keep = (rest < seconds).any(axis=1)
+                keep = _unbeaten(rest, seconds)
             keep[first] = False
-            rest, order = rest[keep], order[keep]
+            rest, order = rest[:, keep], order[keep]
         kept = pareto(np.array([seconds for seconds, _ in found]).reshape(-1, stages))
         return [found[number] for number in kept]
 
@@ -255,18 +263,18 @@ class Fronts:
             shared.append(self.cost.shared_bytes(role, training, strategy))
         return seconds, shared
 
-    # ------------------------------------------------------------------------------------------------------- single roles
+    # ------------------------------------------------------------------------------------------------------ single roles
 
     def _role(self, name: str, kind: int, devices: int) -> _Options:
         key = name, kind, devices
         if key not in self._options:
             role, machine = self.roles[name], self.machines[kind]
             strategies = self.cost.strategies(role, machine, devices)
-            costs = [self._costs(role, strategy, machine) for strategy in strategies]
-            fitting = [number for number, one in enumerate(costs) if one is not None]
-            costs = np.array([costs[number] for number in fitting], float).reshape(-1, self.num_stages + 2)
-            kept = pareto(costs, _layouts([strategies[number] for number in fitting]))
-            self._options[key] = _Options([strategies[fitting[number]] for number in kept], costs[kept])
+            every = [(strategy, self._costs(role, strategy, machine)) for strategy in strategies]
+            fitting = [(strategy, one) for strategy, one in every if one is not None]
+            costs = np.array([one for _, one in fitting]).reshape(-1, self.num_stages + 2)
+            kept = pareto(costs, _layouts([strategy for strategy, _ in fitting]))
+            self._options[key] = _Options([fitting[number][0] for number in kept], costs[kept])
         return self._options[key]
 
     def _costs(self, role: ModelRole, strategy: Strategy, machine: Machine) -> Array | None:
@@ -324,7 +332,7 @@ class Fronts:
 
 
 def _least(front: Front) -> Array:
-    return front.seconds.min(axis=0, initial=np.inf)
+    return np.asarray(front.seconds.min(axis=0, initial=np.inf))
 
 
 def _merged(parts: Sequence[Front], stages: int) -> Front:
@@ -342,15 +350,15 @@ def _layouts(strategies: Sequence[Strategy]) -> Indices:
     return np.array([numbers[layout] for layout in layouts], dtype=np.int64)
 
 
-def _join(partial: _Partial, costs: Array, key: Indices, limit: float) -> _Partial:
+def _join(partial: _Partial, options: Array, layouts: Indices, limit: float) -> _Partial:
     """Each way of the roles so far with each of the next role, as far as both fit in ``limit`` bytes."""
-    (m, _), k = partial.costs.shape, len(costs)
+    m, k = len(partial.costs), len(options)
     left, right = np.repeat(np.arange(m), k), np.tile(np.arange(k), m)
-    costs = partial.costs[left] + costs[right]
-    costs[:, -1] = np.maximum(partial.costs[left, -1], costs[right, -1])
+    costs = partial.costs[left] + options[right]
+    costs[:, -1] = np.maximum(partial.costs[left, -1], options[right, -1])
     fits = costs[:, -2] + costs[:, -1] <= limit
     costs, left, right = costs[fits], left[fits], right[fits]
-    key = partial.key[left] * (key.max(initial=0) + 1) + key[right]
+    key = partial.key[left] * (layouts.max(initial=0) + 1) + layouts[right]
     kept = pareto(costs, key)
     picks = np.concatenate([partial.picks[left[kept]], right[kept, None]], axis=1)
     return _Partial(costs[kept], key[kept], picks)

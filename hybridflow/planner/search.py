@@ -1,4 +1,4 @@
-"""Which roles share devices, how many each pool gets, and how each role is cut: the paper's Algorithm 1, exact with pruning.
+"""Which roles share devices, how many each pool gets, and how each role is cut: the paper's Algorithm 1, exact and pruned.
 
 The paper enumerates set partitions of the models ("placements"), all allocations of devices to the sets, and for each model
 the cheapest strategy. Here a pool's ways are Pareto fronts (``fronts``), and allocations are looked at in boxes (``boxes``)
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil, comb, inf, isinf, prod
+from math import ceil, inf, isinf
 from time import monotonic
 from typing import Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.planner.boxes import Found, Limits, Placement
+from hybridflow.planner.boxes import Limits, Placement
 from hybridflow.planner.cluster import Cluster, Machine
 from hybridflow.planner.cost import CostModel, Estimate
 from hybridflow.planner.fronts import Fronts
@@ -59,9 +59,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """``runners_up``: of all other placements, the best first. ``bound``: no mapping costs less; ``optimal``: it is reached.
-    ``placements`` and ``allocations``: as many as an enumeration looks at, of which ``evaluated`` were looked at in full.
-    ``tokens`` of a step."""
+    """``runners_up``: of all other placements, the best first. ``bound``: no mapping costs less; ``optimal``: it is
+    reached. ``placements`` and ``allocations``: as many as an enumeration looks at, of which ``evaluated`` were looked at
+    in full. ``tokens`` of a step."""
 
     best: Candidate
     runners_up: tuple[Candidate, ...]
@@ -77,7 +77,7 @@ class Result:
         return self.tokens / self.best.seconds
 
 
-# ------------------------------------------------------------------------------------------------------- cost of one mapping
+# --------------------------------------------------------------------------------------------------- cost of one mapping
 
 
 def pool_seconds(graph: TaskGraph, mapping: DeviceMapping, estimates: Mapping[str, Estimate]) -> dict[str, list[float]]:
@@ -101,7 +101,7 @@ def step_seconds(pools: Mapping[str, Sequence[float]], schedule: Schedule) -> fl
     return sum(stage_seconds(pools)) if schedule == "sync" else max(sum(times) for times in pools.values())
 
 
-# -------------------------------------------------------------------------------------------------------------------- search
+# ---------------------------------------------------------------------------------------------------------------- search
 
 
 def search(
@@ -159,7 +159,7 @@ def set_partitions(items: Sequence[tuple[str, ...]]) -> Iterator[list[list[tuple
             yield [*sets[:number], [first, *one], *sets[number + 1 :]]
 
 
-# ------------------------------------------------------------------------------------------------------------------- the space
+# ------------------------------------------------------------------------------------------------------------- the space
 
 
 class _Space:
@@ -226,7 +226,7 @@ class _Space:
         price = seconds / 3600 * sum(pool.devices * pool.machine.device.price for pool in pools)
         return Candidate(placement, mapping, times, seconds, price, found.cost, bound)
 
-    # ------------------------------------------------------------------------------------------------------------------ words
+    # ------------------------------------------------------------------------------------------------------------- words
 
     def explained(self, one: Candidate, best: Candidate) -> Candidate:
         """Why it isn't the best."""
@@ -240,13 +240,14 @@ class _Space:
         return replace(one, loses=self._slower(one, best))
 
     def _slower(self, one: Candidate, best: Candidate) -> str:
-        assert one.pools is not None and best.pools is not None
+        assert one.pools is not None
+        times = one.pools
         whole = f"{one.seconds:.4g} s a step instead of {best.seconds:.4g}: "
         if self.schedule == "async":
-            pool = max(one.pools, key=lambda name: sum(one.pools[name]))
+            pool = max(times, key=lambda name: sum(times[name]))
             return f"{whole}pool {pool} takes longest"
         stage = int(np.argmax(np.subtract(one.stages, best.stages)))
-        pool = max(one.pools, key=lambda name: one.pools[name][stage])
+        pool = max(times, key=lambda name: times[name][stage])
         roles = {role.name for role in self.graph.roles}
         tasks = [task.name for task in self.graph.tasks if self.graph.stages[task.name] == stage and task.role in roles]
         now, then = one.stages[stage], best.stages[stage]
@@ -277,8 +278,8 @@ class _Space:
                 never |= {role.name for role in self.graph.roles if self._least((role.name,), kind) == inf}
         if enough:
             return f"no mapping fits into the memory of {have}; the smallest cluster that would do: {' or '.join(enough)}"
-        alone = f"{', '.join(sorted(never))}, even alone" if never else "the roles together"
-        return f"no mapping fits into the memory of {have}, nor of {LARGEST} such devices: {alone}; take devices with more memory"
+        who = f"{', '.join(sorted(never))}, even alone" if never else "the roles together"
+        return f"no mapping fits into the memory of {have}, nor of {LARGEST} such devices: {who}; take larger devices"
 
     def _least(self, roles: tuple[str, ...], kind: int) -> float:
         """How many devices they need, on any number of machines."""
@@ -290,7 +291,7 @@ class _Space:
         return inf
 
 
-# ------------------------------------------------------------------------------------------------------------------ placements
+# ------------------------------------------------------------------------------------------------------------ placements
 
 
 def _units(graph: TaskGraph, tied: bool) -> list[tuple[str, ...]]:
