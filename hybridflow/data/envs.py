@@ -9,7 +9,7 @@ and checked by the observation that it must end with.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -89,12 +89,14 @@ def rollout_source(config: EnvironmentConfig) -> Batch:
 
 
 class Slot:
-    """One environment. ``observation`` is what a policy sees next, ``num_steps`` and ``num_pieces`` count over its life."""
+    """One environment. ``observation`` is what a policy sees next, ``num_steps`` counts over its life."""
 
     def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
         self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
         self.environment = make_environment(config)
-        self.num_steps = self.num_pieces = 0
+        self._native = _native(self.environment.action_space)
+        self._observed = self.environment.observation_space.dtype
+        self.num_steps = 0
         self.begin(0)
 
     def begin(self, episode: int) -> None:
@@ -102,31 +104,25 @@ class Slot:
         observation, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
         self.episode, self.episode_return = episode, 0.0
         self.actions: list[Array] = []
-        self.observation = self._observed(observation)
+        self.observation = self._copied(observation)
 
     def step(self, action: Array) -> Transition:
         """Take one step; after the end of an episode, ``begin`` must come next."""
         observation, reward, terminated, truncated, _ = self.environment.step(self._native(action))
         self.actions.append(action)
-        self.episode_return += float(reward)
+        reward = float(reward)
+        self.episode_return += reward
         self.num_steps += 1
-        self.observation = self._observed(observation)
-        return Transition(self.observation, float(reward), bool(terminated), bool(truncated))
+        self.observation = self._copied(observation)
+        return Transition(self.observation, reward, bool(terminated), bool(truncated))
 
-    def _observed(self, observation: Any) -> Array:
-        # A copy: environments may write the next observation into the same array.
-        return np.array(observation, self.environment.observation_space.dtype)
-
-    def _native(self, action: Array) -> Any:
-        """The action as the environment takes it: numbered from its own start, or clipped to its bounds."""
-        space: Any = self.environment.action_space
-        if type(space).__name__ == "Discrete":
-            return space.start + action
-        return np.clip(action, space.low, space.high).astype(space.dtype)
+    def _copied(self, observation: Any) -> Array:
+        # Environments may write the next observation into the same array.
+        return np.array(observation, self._observed)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the episode's actions so far, and the observation that playing them leads to."""
-        counters = {"episode": self.episode, "num_steps": self.num_steps, "num_pieces": self.num_pieces}
+        counters = {"episode": self.episode, "num_steps": self.num_steps}
         return {**counters, "actions": np.array(self.actions), "observation": self.observation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,10 +136,17 @@ class Slot:
                 "out differently when played again, so this run can't be resumed exactly; expected an environment that "
                 "reset(seed) and the actions determine"
             )
-        self.num_steps, self.num_pieces = state["num_steps"], state["num_pieces"]
+        self.num_steps = state["num_steps"]
 
     def close(self) -> None:
         self.environment.close()
+
+
+def _native(space: Any) -> Callable[[Array], Any]:
+    """Makes of an action what the environment takes: numbered from its own start, or clipped to its bounds."""
+    if type(space).__name__ == "Discrete":
+        return (lambda action: action) if space.start == 0 else (lambda action: space.start + action)
+    return lambda action: np.clip(action, space.low, space.high).astype(space.dtype)
 
 
 def _gymnasium() -> Any:

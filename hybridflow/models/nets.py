@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
     "NetConfig",
     "QNet",
     "ValueNet",
+    "joined",
     "make_policy",
     "make_q",
     "make_value",
@@ -57,14 +60,15 @@ class Categorical:
 
     log_probabilities: Tensor
 
-    num_uniforms = 1
-
     def sample(self, uniforms: Tensor) -> Tensor:
         """Actions [B] int64 by the inverse of the cumulative distribution, from ``uniforms`` [B, 1] in [0, 1)."""
-        cumulative = self.log_probabilities.double().exp().cumsum(-1)
-        passed = cumulative <= uniforms * cumulative[:, -1:]
-        actions: Tensor = passed.sum(-1).clamp(max=cumulative.shape[-1] - 1)
-        return actions
+        cumulative = self.log_probabilities.softmax(-1, dtype=torch.float64).cumsum(-1)
+        actions = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)[:, 0]
+        return actions.clamp_(max=cumulative.shape[-1] - 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.log_probabilities.device
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """[B] of ``actions`` [B]."""
@@ -95,11 +99,11 @@ class Gaussian:
     log_std: Tensor
 
     @property
-    def num_uniforms(self) -> int:
-        return math.prod(self.mean.shape[1:])
+    def device(self) -> torch.device:
+        return self.mean.device
 
     def sample(self, uniforms: Tensor) -> Tensor:
-        """Actions like ``mean``, from ``uniforms`` [B, num_uniforms] in [0, 1)."""
+        """Actions like ``mean``, from ``uniforms`` [B, one for each number of an action] in [0, 1)."""
         # The inverse of the normal distribution is minus infinity at 0, which a generator can return.
         normal: Tensor = torch.special.ndtri(uniforms.double().clamp(min=2.0**-53)).to(self.mean.dtype)
         return self.mean + self.log_std.exp() * normal.reshape(self.mean.shape)
@@ -116,6 +120,12 @@ class Gaussian:
     @property
     def mode(self) -> Tensor:
         return self.mean
+
+
+def joined(distributions: Sequence[Any]) -> Any:
+    """Distributions of one kind as one, their actions one behind the other."""
+    first = distributions[0]
+    return type(first)(*(torch.cat([getattr(one, f.name) for one in distributions]) for f in fields(first)))
 
 
 class MLP(nn.Module):
@@ -138,11 +148,16 @@ class MLP(nn.Module):
             nn.init.orthogonal_(layer.weight, gain, generator)  # type: ignore[arg-type]
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
+    @cached_property
+    def _parameters_of_layers(self) -> list[tuple[Tensor, Tensor]]:
+        # Reading attributes of modules takes longer than multiplying matrices of this size.
+        return [(layer.weight, layer.bias) for layer in self.layers]  # type: ignore[misc]
+
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = self.activation(layer(x))
-        out: Tensor = self.layers[-1](x)
-        return out
+        *hidden, (weight, bias) = self._parameters_of_layers
+        for inner, offset in hidden:
+            x = self.activation(F.linear(x, inner, offset))
+        return F.linear(x, weight, bias)
 
 
 class _ObservationNet(nn.Module):
@@ -171,14 +186,14 @@ class _ObservationNet(nn.Module):
         if self.num_classes:
             features = F.one_hot(observations.long() - self.start, self.num_classes).float()
         else:
-            scale = 1 / 255 if observations.dtype == torch.uint8 else 1.0
-            features = observations.reshape(len(observations), math.prod(observations.shape[1:])).float() * scale
-        out: Tensor = self.mlp(features)
-        return out
+            features = observations.reshape(len(observations), math.prod(observations.shape[1:])).float()
+            features = features / 255 if observations.dtype == torch.uint8 else features
+        return self.mlp.forward(features)
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        device: torch.device = self.mlp.layers[0].bias.device  # type: ignore[assignment]
+        return device
 
     def steps(self, batch: Batch, name: str) -> Tensor:
         """A time column packed over the action steps [N, ...], on the device of the weights."""

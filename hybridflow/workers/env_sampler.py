@@ -2,6 +2,7 @@
 
     all slots ──observations [S, ...]──> one forward of the policy ──actions [S]──> one step of every slot
 
+Log-probabilities of all actions are computed together at the end.
 A piece ends where its episode ends or where the collection limit cuts it; in the second case neither ``terminated`` nor
 ``truncated`` is set and the episode goes on in the next rollout. ``final_observations`` is what truly followed the last
 step, so pieces that did not terminate bootstrap from it. Which numbers a row is drawn from depends on its slot and on the
@@ -10,6 +11,7 @@ slot's own counters, never on how slots are dealt to workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +26,9 @@ from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
-from hybridflow.data.envs import EnvironmentConfig, Slot, entry_types, spaces_of
+from hybridflow.data.envs import EnvironmentConfig, entry_types, spaces_of
+from hybridflow.data.slots import Slots
+from hybridflow.models.nets import joined
 
 __all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource"]
 
@@ -74,7 +78,8 @@ class EnvSampler:
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
         self.spaces = spaces_of(config)
-        self._slots: dict[int, Slot] = {}
+        self.slots = Slots(config, seed, self.spaces)
+        self._num_pieces: dict[int, int] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
 
     def attach(self, source: NetworkSource) -> None:
@@ -99,6 +104,7 @@ class EnvSampler:
         rows="new",
         kind="generate",
     )
+    @torch.no_grad()
     def rollout(self, batch: Batch, /) -> Batch:
         """``num_steps`` steps of every ``slot``, one row a piece, ordered by slot and time.
 
@@ -108,57 +114,53 @@ class EnvSampler:
         ids, num_steps = batch["slot"][order], batch["num_steps"][order]
         if len(np.unique(ids)) < len(ids):
             raise ContractError(f"rollout: a slot is named twice: {ids.tolist()}")
-        slots = [self._slot(int(i)) for i in ids]
-        steps = _Steps(len(slots), int(num_steps.max(initial=0)), self.spaces)
+        saved = {index: self._saved[index]["state"] for index in ids.tolist() if index in self._saved}
+        self.slots.open(ids.tolist(), saved)
+        steps = _Steps(num_steps, self.spaces)
+        drawn, epsilon = self._drawn(ids, steps)
         for t in range(steps.width):
             self.context.breathe()
-            self._step(slots, np.flatnonzero(num_steps > t), t, steps)
-        for index, slot in enumerate(slots):
-            steps.cut(index, int(num_steps[index]), slot)
-        pieces = steps.pieces(num_steps, self.source.version)
+            live, where = steps.live(t)
+            observations = self.slots.observations[where]
+            distribution = self._distribution(observations)
+            if epsilon is not None:
+                distribution = distribution.explore(_like(epsilon[where, t], distribution.log_probabilities))
+            actions = distribution.sample(drawn[where, t]).cpu().numpy()
+            steps.record(t, where, observations, actions, distribution)
+            ended = self.slots.step(live, actions)
+            steps.rewards[t, where] = self.slots.rewards[where]
+            for end in ended:
+                steps.ends[end.place, t] = _Ending(end.observation, end.terminated, end.truncated)
+                self.context.metrics.add("episode_return", end.episode_return)
+                self.context.metrics.add("episode_length", end.episode_length)
+        pieces = steps.pieces(self._number(ids), self.slots.observations, self.source.version)
+        for index, count in zip(ids.tolist(), steps.num_pieces.tolist(), strict=True):
+            self._num_pieces[index] = self._num_pieces_of(index) + count
         self._check_rewards(pieces)
         self.context.metrics.count("steps", int(num_steps.sum()))
         return pieces
 
-    def _slot(self, index: int) -> Slot:
-        """Slots are made when they are first asked for, where they stood if they were saved: a worker holds those that it
-        is dealt. CheckpointError if an environment can't be brought back there."""
-        if index not in self._slots:
-            slot = Slot(self.config, self.seed, index)
-            if index in self._saved:
-                slot.load_state_dict(self._saved[index])
-            self._slots[index] = slot
-        return self._slots[index]
+    def _drawn(self, ids: Ints, steps: _Steps) -> tuple[torch.Tensor, Array | None]:
+        """For every slot and step the uniform numbers [S, T, numbers of an action], and the chance to explore [S, T]."""
+        counts = self.slots.num_steps[:, None] + np.arange(steps.width)
+        width = math.prod(steps.types["actions"].shape)
+        places = counts[:, :, None] * width + np.arange(width)
+        drawn = torch.from_numpy(uniforms(self.seed, "act", ids[:, None, None], places)).to(self._network.device)
+        if self.exploration is None:
+            return drawn, None
+        epsilon = self.exploration.epsilon(counts * self.config.num_envs)
+        taken = epsilon[np.arange(steps.width) < steps.num_steps[:, None]]
+        self.context.metrics.add("epsilon", float(taken.sum()), len(taken))
+        return drawn, epsilon
 
-    def _step(self, slots: list[Slot], live: Ints, t: int, steps: _Steps) -> None:
-        """Step the ``live`` slots once and record it as their step ``t``."""
-        observations = np.stack([slots[index].observation for index in live])
-        actions, log_probs = self._act(observations, [slots[index] for index in live])
-        steps.observations[live, t], steps.actions[live, t], steps.log_probs[live, t] = observations, actions, log_probs
-        for index, action in zip(live.tolist(), actions, strict=True):
-            slot = slots[index]
-            transition = slot.step(action)
-            steps.rewards[index, t] = transition.reward
-            if transition.terminated or transition.truncated:
-                steps.end(index, t, slot, transition.terminated, transition.truncated)
-                self.context.metrics.add("episode_return", slot.episode_return)
-                self.context.metrics.add("episode_length", len(slot.actions))
-                slot.begin(slot.episode + 1)
+    def _number(self, ids: Ints) -> Ints:
+        """The ``sample_id`` of the next piece of every slot."""
+        return ids * PIECES_PER_SLOT + np.array([self._num_pieces_of(index) for index in ids.tolist()], np.int64)
 
-    @torch.no_grad()
-    def _act(self, observations: Array, slots: list[Slot]) -> tuple[Array, Array]:
-        """Actions and their log-probabilities, [S, ...] and [S]."""
-        counts = np.array([slot.num_steps for slot in slots])
-        distribution = self._distribution(observations)
-        if self.exploration:
-            epsilon = self.exploration.epsilon(counts * self.config.num_envs)
-            self.context.metrics.add("epsilon", float(epsilon.sum()), len(epsilon))
-            distribution = distribution.explore(_like(epsilon, distribution.log_probabilities))
-        width = distribution.num_uniforms
-        ids, places = np.array([slot.slot for slot in slots])[:, None], counts[:, None] * width + np.arange(width)
-        drawn = torch.from_numpy(uniforms(self.seed, "act", ids, places)).to(self._network.device)
-        actions = distribution.sample(drawn)
-        return actions.cpu().numpy(), distribution.log_prob(actions).float().cpu().numpy()
+    def _num_pieces_of(self, index: int) -> int:
+        """How many pieces the slot has given, over its life."""
+        saved: int = self._saved.get(index, {"num_pieces": 0})["num_pieces"]
+        return self._num_pieces.get(index, saved)
 
     @property
     def _network(self) -> Any:
@@ -175,43 +177,36 @@ class EnvSampler:
             raise NonFiniteError(f"environment {self.config.id!r} gave a reward that is NaN or infinite, samples {samples}")
 
     @control
+    @torch.no_grad()
     def evaluate(self, num_episodes: int) -> list[float]:
         """Returns of whole episodes under the policy's mode, in fresh environments: episode i is always the same one.
 
         DataError if an episode doesn't end within 10^6 steps.
         """
-        slots = [Slot(self.config, self.seed, index, "eval-env") for index in range(num_episodes)]
-        live = slots
-        for _ in range(MAX_EVALUATION_STEPS):
-            live = self._advance(live)
-            if not live:
-                return [slot.episode_return for slot in slots]
+        slots, returns = Slots(self.config, self.seed, self.spaces, "eval-env", restart=False), dict[int, float]()
+        slots.open(range(num_episodes), {})
+        live = list(range(num_episodes))
+        try:
+            for _ in range(MAX_EVALUATION_STEPS):
+                actions = self._distribution(slots.observations[live]).mode.cpu().numpy()
+                returns |= {end.place: end.episode_return for end in slots.step(live, actions)}
+                live = [index for index in live if index not in returns]
+                if not live:
+                    return [returns[index] for index in range(num_episodes)]
+        finally:
+            slots.close()
         raise DataError(
             f"environment {self.config.id!r}: an episode did not end within {MAX_EVALUATION_STEPS} steps; "
             "set max_episode_steps among the environment's options"
         )
 
-    @torch.no_grad()
-    def _advance(self, slots: list[Slot]) -> list[Slot]:
-        """One greedy step of every slot; those whose episode goes on."""
-        if not slots:
-            return []
-        actions = self._distribution(np.stack([slot.observation for slot in slots])).mode.cpu().numpy()
-        going = []
-        for slot, action in zip(slots, actions, strict=True):
-            transition = slot.step(action)
-            if transition.terminated or transition.truncated:
-                slot.close()
-            else:
-                going.append(slot)
-        return going
-
     @control(ONE_TO_ALL)
     def state_dict(self) -> list[dict[str, Any]]:
         """``slot`` and ``state`` of every slot that this rank has, and of the saved ones that it has yet to be dealt."""
-        states = {index: self._saved[index] for index in self._saved if self._is_mine(index)}
-        states |= {index: slot.state_dict() for index, slot in self._slots.items()}
-        return [{"slot": index, "state": states[index]} for index in sorted(states)]
+        states = {index: dict(self._saved[index]) for index in self._saved if self._is_mine(index)}
+        for index, state in self.slots.state_dicts().items():
+            states[index] = {"num_pieces": self._num_pieces_of(index), "state": state}
+        return [{"slot": index, **states[index]} for index in sorted(states)]
 
     def _is_mine(self, index: int) -> bool:
         """Whether this rank is dealt the slot when a rollout names all of them; rank 0 keeps those that it doesn't name."""
@@ -224,65 +219,69 @@ class EnvSampler:
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Continue where the slots stood, given those of all ranks, of however many: see ``_slot``."""
         self.close()
-        self._saved = {saved["slot"]: saved["state"] for saved in state}
+        self._saved = {saved["slot"]: {name: saved[name] for name in ("num_pieces", "state")} for saved in state}
 
     @control
     def close(self) -> None:
         """Close the environments."""
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
+        self.slots.close()
+        self._num_pieces.clear()
         self._saved.clear()
 
 
 class _Ending(NamedTuple):
     """How a piece ended."""
 
-    sample_id: int
     observation: Array
     terminated: bool
     truncated: bool
 
 
 class _Steps:
-    """What one rollout records: arrays [S, T, ...] of steps, and the endings of pieces by (index of the slot, step)."""
+    """What one rollout records: arrays [T, S, ...] of steps, and the ends of pieces by (index of the slot, step)."""
 
-    def __init__(self, num_slots: int, width: int, spaces: tuple[Any, Any]) -> None:
-        shape, self.width, self.types = (num_slots, width), width, entry_types(spaces)
+    def __init__(self, num_steps: Ints, spaces: tuple[Any, Any]) -> None:
+        self.num_steps, self.width, self.types = num_steps, int(num_steps.max(initial=0)), entry_types(spaces)
+        shape = (self.width, len(num_steps))
         self.observations = np.zeros(shape, self.types["observations"])
         self.actions = np.zeros(shape, self.types["actions"])
         self.rewards, self.log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self.endings: dict[tuple[int, int], _Ending] = {}
+        self.ends: dict[tuple[int, int], _Ending] = {}
+        self._everyone = list(range(len(num_steps)))
+        self._shortest, self._distributions = int(num_steps.min(initial=self.width)), list[Any]()
 
-    def end(self, index: int, t: int, slot: Slot, terminated: bool, truncated: bool) -> None:
-        """A piece ends with step ``t``; the slot still shows what followed it."""
-        sample_id = slot.slot * PIECES_PER_SLOT + slot.num_pieces
-        slot.num_pieces += 1
-        self.endings[index, t] = _Ending(sample_id, slot.observation, terminated, truncated)
+    def live(self, t: int) -> tuple[list[int], slice | Ints]:
+        """The slots that take a step ``t``: their indices, and what picks them from an array [S, ...]."""
+        if t < self._shortest:
+            return self._everyone, slice(None)
+        live = np.flatnonzero(self.num_steps > t)
+        return live.tolist(), live
 
-    def cut(self, index: int, num_steps: int, slot: Slot) -> None:
-        """The collection limit: whatever has not ended by then ends as a piece of an episode that goes on."""
-        if num_steps and (index, num_steps - 1) not in self.endings:
-            self.end(index, num_steps - 1, slot, False, False)
+    def record(self, t: int, where: slice | Ints, observations: Array, actions: Array, distribution: Any) -> None:
+        """What the slots at ``where`` saw and do in step ``t``."""
+        self.observations[t, where], self.actions[t, where] = observations, actions
+        self._distributions.append(distribution)
 
-    def pieces(self, num_steps: Ints, version: int) -> Batch:
-        """One row a piece; slot ``index`` has taken ``num_steps[index]`` steps."""
-        ends = sorted(self.endings)
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_steps)])
+    def pieces(self, first_ids: Ints, following: Array, version: int) -> Batch:
+        """One row a piece, numbered from ``first_ids`` [S]; ``following`` [S, ...]: what followed the last steps."""
+        for index, steps in enumerate(self.num_steps.tolist()):
+            if steps and (index, steps - 1) not in self.ends:  # the collection limit: the episode goes on
+                self.ends[index, steps - 1] = _Ending(following[index], False, False)
+        ends = sorted(self.ends)
+        owners = np.array([index for index, _ in ends], np.int64)
+        self.num_pieces = np.bincount(owners, minlength=len(first_ids))
+        before = np.cumsum(self.num_pieces) - self.num_pieces
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_steps)])
         lengths = np.diff([starts[index] + t + 1 for index, t in ends], prepend=0).astype(np.int64)
-        taken = np.arange(self.width) < num_steps[:, None]
-        count = int(taken.sum())
-        endings = [self.endings[end] for end in ends]
+        endings = [self.ends[end] for end in ends]
         final = np.zeros(len(ends), self.types["final_observations"])
-        for index, ending in enumerate(endings):
-            final[index] = ending.observation
+        for number, ending in enumerate(endings):
+            final[number] = ending.observation
+        count = int(self.num_steps.sum())
         return Batch(
             {
-                "sample_id": np.array([ending.sample_id for ending in endings], np.int64),
-                "observations": Ragged(self.observations[taken], lengths),
-                "actions": Ragged(self.actions[taken], lengths),
-                "rewards": Ragged(self.rewards[taken], lengths),
-                "log_probs": Ragged(self.log_probs[taken], lengths),
+                "sample_id": first_ids[owners] + np.arange(len(ends)) - before[owners],
+                **{name: Ragged(values, lengths) for name, values in self._taken().items()},
                 "response_mask": Ragged(np.ones(count, bool), lengths),
                 "policy_version": Ragged(np.full(count, version, np.int64), lengths),
                 "terminated": np.array([ending.terminated for ending in endings], bool),
@@ -290,6 +289,16 @@ class _Steps:
                 "final_observations": final,
             }
         )
+
+    def _taken(self) -> dict[str, Array]:
+        """Time columns [N, ...] of the steps that were taken, by slot and time."""
+        taken = np.arange(self.width)[:, None] < self.num_steps
+        if self._distributions:
+            actions = torch.from_numpy(self.actions[taken])
+            together = joined(self._distributions)
+            self.log_probs[taken] = together.log_prob(actions.to(together.device)).float().cpu().numpy()
+        columns = {name: getattr(self, name) for name in ("observations", "actions", "rewards", "log_probs")}
+        return {name: values.swapaxes(0, 1)[taken.T] for name, values in columns.items()}
 
 
 def _like(array: Array, tensor: torch.Tensor) -> torch.Tensor:
