@@ -26,7 +26,10 @@ __all__ = ["Checkpointer", "Evaluation", "Evaluator", "Reporter", "describe"]
 
 # What workers measure -> the documented name; other metrics keep the name of their role and themselves.
 NAMES = {
+    "sampler/prompt_length": "prompt_length/mean",
     "sampler/response_length": "response_length/mean",
+    "sampler/response_length_std": "response_length/std",
+    "sampler/response_length_max": "response_length/max",
     "sampler/truncated": "response_length/truncated",
     "sampler/episode_return": "episode_return/mean",
     "sampler/episode_length": "episode_length/mean",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
@@ -134,7 +135,9 @@ class TextSampler:
             done = self.engine.generate(requests, params or self.params)
         if transition is not None:
             self._observe_transition(transition)
-        self._observe(done, self.engine.num_preempted - preempted, params is None)
+        if params is None and done:
+            self._observe_lengths(prompts.lengths, done)
+        self._observe(done, self.engine.num_preempted - preempted)
         return Batch(
             {
                 "tokens": Ragged.from_rows(
@@ -150,11 +153,17 @@ class TextSampler:
             len(done),
         )
 
-    def _observe(self, completions: list[Completion], preempted: int, learned_from: bool) -> None:
-        add, count = self.context.metrics.add, len(completions)
-        if learned_from:
-            add("response_length", sum(len(c.tokens) for c in completions), count)
-            add("truncated", sum(c.finish == "length" for c in completions), count)
+    def _observe_lengths(self, prompts: NDArray[Any], completions: list[Completion]) -> None:
+        """Of what is learned from."""
+        metrics, count = self.context.metrics, len(completions)
+        lengths = np.array([len(completion.tokens) for completion in completions])
+        metrics.add("prompt_length", float(prompts.sum()), count)
+        metrics.add("response_length", float(lengths.sum()), count)
+        metrics.deviation("response_length_std", lengths)
+        metrics.maximum("response_length_max", float(lengths.max()))
+        metrics.add("truncated", sum(completion.finish == "length" for completion in completions), count)
+
+    def _observe(self, completions: list[Completion], preempted: int) -> None:
         self.context.metrics.count("tokens", sum(len(c.tokens) for c in completions))
         if self.kv_cache_gb is not None:
             self.context.metrics.count("preempted", preempted)
