@@ -9,7 +9,7 @@ An ``Estimate`` is a sum of parts by name, each of which is one physical effect,
     optimizer   its states through memory            call        ``call_s`` a call, or an update
     prefill     prompts                              decode      weights and cache through memory, or computing, each step
     steps       ``decode_step_s`` a decode step      rows        ``decode_row_s`` a row and step
-    copy        weights put together for generation  gather      their way there over links and network
+    copy        weights put together for generation  gather      their way there; both of them: transition
     own         seconds of roles without a model     transfer    columns of other pools
 
 ``CostModel(graph, efficiency, without={"bubble"})`` leaves parts out. Other terms go with a constant: the shared network
@@ -25,7 +25,7 @@ from typing import Literal
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.planner.cluster import Machine
-from hybridflow.planner.drawing import Pace, cacheless_parts, draw_parts, row_bytes
+from hybridflow.planner.drawing import Pace, cacheless_parts, draw_parts, least_bytes
 from hybridflow.planner.footprint import held_bytes, working_bytes
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
 from hybridflow.planner.links import Links
@@ -96,7 +96,8 @@ class CostModel:
         max_pp: int = 16,
         shards: tuple[Shard, ...] = ("zero1", "fsdp"),
     ) -> None:
-        self.graph, self.efficiency, self.without = graph, efficiency, frozenset(without)
+        self.graph, self.efficiency = graph, efficiency
+        self.without = frozenset(without) | ({"copy", "gather"} if "transition" in without else set())
         self.max_pp, self.shards = max_pp, shards
         self.roles = {role.name: role for role in graph.roles}
         self._profiles = {role.name: Profile(role, efficiency.device) for role in graph.roles}
@@ -277,14 +278,10 @@ class CostModel:
             raise ConfigError(
                 [
                     f"{_named(pool)}: {max(0.0, free) / GIB:.1f} GiB a device are left for {task.role}, which needs "
-                    f"{self._least(task, s) / GIB:.1f} GiB for weights and one response"
+                    f"{least_bytes(self._profiles[task.role], task, s) / GIB:.1f} GiB for weights and one response"
                 ]
             )
         return estimate
-
-    def _least(self, task: Task, s: Strategy) -> float:
-        profile = self._profiles[task.role]
-        return profile.numbers(s.pp, s.tp) * self.roles[task.role].itemsize + row_bytes(profile, task, s)
 
     def _free(self, mapping: DeviceMapping, sampler: ModelRole, pool: Pool) -> float:
         held = sum(

@@ -12,7 +12,7 @@ from hybridflow.planner.mapping import Strategy
 from hybridflow.planner.passes import Speeds
 from hybridflow.planner.profile import Profile
 
-__all__ = ["CHUNK_TOKENS", "Pace", "cacheless_parts", "draw_parts", "row_bytes"]
+__all__ = ["CHUNK_TOKENS", "Pace", "cacheless_parts", "draw_parts", "least_bytes"]
 
 CHUNK_TOKENS = 2048
 """of prompts that go through the layers at once"""
@@ -37,12 +37,12 @@ def draw_parts(
 ) -> dict[str, float] | None:
     """Stages of a pipeline take turns: what they hold is divided, what they do is not. None: ``free`` bytes don't hold the
     weights and one response."""
-    beside = _side_by_side(profile, task, s, free)
-    if beside < 1:
+    room, position = free - profile.numbers(s.pp, s.tp) * profile.role.itemsize, _position_bytes(profile, s)
+    if room < position * (task.prompt + max(task.response, task.longest)):
         return None
-    rows = _rows(task, s, beside)
+    rows = _rows(task, s, room / (position * max(1.0, task.prompt / task.group + task.response)))
     parts = _prefill_parts(profile, task, s, rows.total, speeds, links)
-    if rows.steps > 0:
+    if task.response > 1:
         parts |= _decode_parts(profile, task, s, rows, speeds, pace)
         size = rows.total * (task.response - 1) / rows.steps * profile.hidden * profile.role.itemsize
         parts["tensor"] += rows.steps * 2 * profile.layers * links.all_reduce(size, s.tp)
@@ -52,32 +52,30 @@ def draw_parts(
     return {name: seconds * task.times for name, seconds in parts.items()}
 
 
-def row_bytes(profile: Profile, task: Task, s: Strategy) -> float:
-    """Keys and values of a response and of its part of a shared prompt, on a device."""
-    return ceil(profile.layers / s.pp) * profile.cut(s.tp).position * (task.prompt / task.group + task.response)
+def least_bytes(profile: Profile, task: Task, s: Strategy) -> float:
+    """That a device needs for its weights and the longest response."""
+    longest = task.prompt + max(task.response, task.longest)
+    return profile.numbers(s.pp, s.tp) * profile.role.itemsize + _position_bytes(profile, s) * longest
 
 
-def _side_by_side(profile: Profile, task: Task, s: Strategy, free: float) -> float:
-    room = free - profile.numbers(s.pp, s.tp) * profile.role.itemsize
-    most = room / row_bytes(profile, task, s)
-    return min(most, task.slots) if task.slots else most
+def _position_bytes(profile: Profile, s: Strategy) -> float:
+    """Keys and values of a token on a device."""
+    return ceil(profile.layers / s.pp) * profile.cut(s.tp).position
 
 
-def _rows(task: Task, s: Strategy, beside: float) -> _Rows:
-    """Continuous batching: a row that is done makes room for the next. n rows side by side take total / n times the mean
-    length and, at the end, wait for the longest of those that are left: mean + deviation sqrt(2 ln rows), as if lengths
-    were normal, but not over ``longest``. This is exact for equal lengths and, but for the last term, for exponential ones.
-    The first token of a response comes with its prompt."""
+def _rows(task: Task, s: Strategy, fit: float) -> _Rows:
+    """Continuous batching: a row that is done makes room for the next, so that n rows side by side take total / n times the
+    mean length. At the end they wait for the longest: mean + deviation sqrt(2 ln rows), as if lengths were normal, but not
+    over ``longest``. Equally long rows of full slots begin and end together. The first token of a response comes with its
+    prompt."""
     total, mean = ceil(task.rows / s.dp), max(0.0, task.response - 1)
-    n = min(float(total), beside)
-    last = mean
-    if task.deviation:
-        last += task.deviation * sqrt(2 * log(max(1.0, n * s.dp)))
-        last = max(mean, min(last, task.longest - 1)) if task.longest else last
-    waves = total / n
-    if n == task.slots and not task.deviation:
-        waves = ceil(waves)  # rows begin and end together
-    return _Rows(total, waves * mean + last - mean)
+    beside = min(total, fit, task.slots or total)
+    if not task.deviation:
+        return _Rows(total, mean * max(total / beside, ceil(total / task.slots) if task.slots else 1))
+    wait = task.deviation * sqrt(2 * log(max(1, total * s.dp)))
+    if task.longest:
+        wait = min(wait, max(0.0, task.longest - task.response))
+    return _Rows(total, total / beside * mean + wait)
 
 
 def _decode_parts(profile: Profile, task: Task, s: Strategy, rows: _Rows, speeds: Speeds, pace: Pace) -> dict[str, float]:
