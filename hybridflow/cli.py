@@ -70,6 +70,20 @@ columns (medians of three repetitions; the last four of a further, profiled pass
 """
 
 
+AXES = ("devices", "cluster", "model", "lengths", "schedule")
+FILES = ("write", "picture", "timeline")
+MAPPING = ("model", "lengths", "schedule", "objective", "what_if", *FILES)
+PLAN_EXAMPLES = """\
+examples:
+  hybridflow plan run.toml --explain-memory
+  hybridflow plan run.toml --cluster a100-80g:16x8 --model llama-7b --lengths 1024+1024
+  hybridflow plan run.toml --cluster h100:2x8 --picture plan.html --write planned.toml
+  hybridflow plan run.toml --cluster a100-80g:1x8 --what-if devices=2,4,8,16,32
+  hybridflow plan run.toml --cluster a100-80g:1x8 --what-if train.prompts_per_step=64,128,256
+kinds of machines: a100-80g, h100, h200, l40s, cpu, and here (what hybridflow probe has measured)
+"""
+
+
 def _out_of_memory(error: Exception) -> bool:
     """torch tells it as a RuntimeError of its own kind on GPUs and as a plain one on processors."""
     told = ("can't allocate memory", "out of memory")
@@ -181,19 +195,46 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     reshard.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of the weights; default: bfloat16")
     reshard.add_argument("--generation-dtype", choices=dtypes, help="default: that of the weights")
     reshard.add_argument("--json", action="store_true")
-    plan = command("plan", _plan, f"what a TOML file needs, without loading a model; {OVERRIDE}", overrides=True)
-    plan.add_argument("source", type=Path, help="TOML file, or run directory to compare with what it took")
-    explained = "bytes of weights, gradients, optimizer, activations, caches and buffers by role, and FLOPs of a step"
-    plan.add_argument("--explain-memory", action="store_true", required=True, help=explained)
-    plan.add_argument("--json", action="store_true")
-    probe = command(
-        "probe", _probe, "measure this machine for the planner: products, memory, processes that send each other data"
-    )
-    probe.add_argument("--json", action="store_true")
+    _add_planning(command)
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
     models.add_argument("--json", action="store_true")
+
+
+def _add_planning(command: Callable[..., argparse.ArgumentParser]) -> None:
+    plan = command(
+        "plan", _plan, f"what a TOML file needs and where it runs best, without loading a model; {OVERRIDE}", True
+    )
+    plan.formatter_class = argparse.RawDescriptionHelpFormatter
+    plan.epilog = PLAN_EXAMPLES
+    plan.add_argument("source", type=Path, help="TOML file, or run directory")
+    asked = plan.add_mutually_exclusive_group(required=True)
+    explained = "bytes of weights, gradients, optimizer, activations, caches and buffers by role, and FLOPs of a step"
+    asked.add_argument("--explain-memory", action="store_true", help=explained)
+    asked.add_argument(
+        "--cluster",
+        metavar="KIND:MACHINESxDEVICES",
+        help="the best device mapping on such machines, or those of a TOML file",
+    )
+    given = plan.add_argument_group("with --cluster")
+    given.add_argument("--model", metavar="NAME", help="plan as if every role had a model of this size, like llama-7b")
+    given.add_argument("--lengths", metavar="PROMPT+RESPONSE", help="mean tokens of a row; 1024+512~200: deviating by 200")
+    given.add_argument(
+        "--schedule", choices=("sync", "async"), help="async: rollouts of the next step run beside learning; default: sync"
+    )
+    given.add_argument(
+        "--objective", choices=("throughput", "price"), help="price: the cheapest token, by prices like a100-80g:2x8@1.5"
+    )
+    given.add_argument(
+        "--what-if", metavar="KEY=A,B,C", help=f"a table for values of {', '.join(AXES)} or a key of the configuration"
+    )
+    given.add_argument("--write", type=Path, metavar="FILE", help="write the TOML file with its placement and meshes")
+    given.add_argument("--picture", type=Path, metavar="FILE", help="write a page that shows who runs when")
+    given.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write that as a Chrome trace, like a run's timeline.json"
+    )
+    plan.add_argument("--json", action="store_true")
 
 
 def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -302,13 +343,30 @@ def _reshard(options: Any) -> None:
 def _plan(options: Any) -> None:
     from hybridflow.commands.plan import explain_memory
 
+    given = {name: getattr(options, name) for name in MAPPING if getattr(options, name) is not None}
+    if options.cluster is not None:
+        return _plan_mapping(options, given)
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"plan: {named} says something about a device mapping; give --cluster too, like a100-80g:1x8")
     explain_memory(options.source, options.overrides, options.json)
 
 
-def _probe(options: Any) -> None:
-    from hybridflow.commands.probe import probe
+def _plan_mapping(options: Any, given: dict[str, Any]) -> None:
+    from hybridflow.commands.mapping import Files, Request, plan_mapping
+    from hybridflow.commands.what_if import what_if
+    from hybridflow.planner.cluster import parse_cluster
 
-    probe(options.json)
+    wished = {name: given[name] for name in ("model", "lengths", "schedule", "objective") if name in given}
+    request = Request(options.source, tuple(options.overrides), parse_cluster(options.cluster), **wished)
+    files = {name: given[name] for name in FILES if name in given}
+    if options.what_if is None:
+        return plan_mapping(request, Files(**files), options.json)
+    if files:
+        raise UserError(
+            f"plan: --what-if prints a table of many mappings; --{', --'.join(files)} are for one: leave them out"
+        )
+    what_if(request, options.what_if, options.json)
 
 
 def _models(options: Any) -> None:

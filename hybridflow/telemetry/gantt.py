@@ -15,7 +15,8 @@ from hybridflow.telemetry.page import escape, page, table
 
 __all__ = ["Lane", "gantt_page"]
 
-Table = Sequence[Sequence[str]]
+Table = tuple[str, Sequence[Sequence[str]]]
+"""what is said of it, and its rows, of which the first is the header"""
 
 WIDTH, LEFT, RIGHT, ROW, BAR, HEAD, TOP, GAP = 1180, 190, 14, 30, 22, 66, 44, 18
 LETTER = 7.0
@@ -57,14 +58,15 @@ class _Bar:
 def gantt_page(
     title: str, headline: str, lanes: Sequence[Lane], steps: Sequence[Sequence[Span]], tables: Mapping[str, Table]
 ) -> str:
-    """One HTML file that fetches nothing. ``tables``: by title, each with its header."""
+    """One HTML file that fetches nothing. ``tables``: by title."""
     body = [
         f'<h1>{escape(title)}</h1><p class="muted">{escape(headline)}</p>',
         f'<section class="card" style="margin-top:24px; overflow-x:auto">{_svg(lanes, steps)}</section>',
     ]
-    for name, (header, *rows) in tables.items():
+    for name, (note, (header, *rows)) in tables.items():
         shown = [[cell or "–" for cell in row] for row in rows]
-        body.append(f'<h2>{escape(name)}</h2><section class="card">{table(header, shown)}</section>')
+        body.append(f'<h2>{escape(name)}</h2><p class="note">{escape(note)}</p>')
+        body.append(f'<section class="card">{table(header, shown)}</section>')
     return page(title, "\n".join(body), ())
 
 

@@ -36,9 +36,9 @@ STEPS = [STEP, moved(STEP, 10.0), moved(STEP, 20.0)]
 
 
 def picture(steps: list[list[Span]] = STEPS) -> ElementTree.Element:
-    page = gantt_page("PPO", "a headline", LANES, steps, {"Pools": [("pool", "devices"), ("main", "4")]})
+    page = gantt_page("PPO", "a headline", LANES, steps, {"Pools": ("a note", [("pool", "devices"), ("main", "4")])})
     assert "http" not in page.replace("http-equiv", "") and "judge<b>" not in page and "judge&lt;b&gt;" in page
-    assert ">Pools</h2>" in page and ">devices</th>" in page
+    assert ">Pools</h2>" in page and "a note" in page and ">devices</th>" in page
     found = re.search(r"<svg.*</svg>", page, re.DOTALL)
     assert found
     return ElementTree.fromstring(found[0])

@@ -1,0 +1,167 @@
+"""``hybridflow plan --cluster``: which roles should share which devices, how each is cut, and how fast that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.build_mapping import task_graph
+from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, tables, verdict
+from hybridflow.config import RunConfig, load_config
+from hybridflow.core.errors import ConfigError, UserError
+from hybridflow.core.files import write_whole
+from hybridflow.planner.cluster import Cluster
+from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.graph import TaskGraph
+from hybridflow.planner.mapping import Schedule
+from hybridflow.planner.search import Objective, Result, search
+from hybridflow.planner.simulate import simulate
+from hybridflow.planner.sizes import find_model
+from hybridflow.telemetry.gantt import gantt_page
+from hybridflow.telemetry.graph_tables import aligned
+from hybridflow.telemetry.records import to_json
+from hybridflow.telemetry.timeline import Timeline
+
+__all__ = ["Files", "Problem", "Request", "plan_mapping", "problem_of"]
+
+STEPS = 3
+"""that are simulated"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for. ``model``: of every role that has one; ``lengths``: of all rows, see ``LENGTHS``. None: as the
+    configuration says."""
+
+    source: Path
+    overrides: tuple[str, ...]
+    cluster: Cluster
+    model: str | None = None
+    lengths: str | None = None
+    schedule: Schedule = "sync"
+    objective: Objective = "throughput"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What to write, and where."""
+
+    picture: Path | None = None
+    timeline: Path | None = None
+    write: Path | None = None
+
+
+class Problem(NamedTuple):
+    """What the search is asked."""
+
+    request: Request
+    config: RunConfig
+    graph: TaskGraph
+
+    def solved(self) -> tuple[CostModel, Result]:
+        """ConfigError: nothing fits."""
+        cost, request = CostModel(self.graph, Efficiency()), self.request
+        return cost, search(self.graph, request.cluster, cost, schedule=request.schedule, objective=request.objective)
+
+    @property
+    def headline(self) -> str:
+        return headline(self.config.algorithm, self.graph, self.request.cluster)
+
+
+def problem_of(request: Request) -> Problem:
+    """ConfigError: something of the request makes no sense."""
+    lengths = None if request.lengths is None else _lengths(request.lengths)
+    size = None if request.model is None else find_model(request.model)
+    config, graph = _loaded(request.source, request.overrides)
+    if size is not None:
+        graph = graph.with_model(size)
+    if lengths is not None:
+        prompt, response, deviation = lengths
+        most = float(config.generation.max_new_tokens)
+        graph = graph.with_lengths(prompt, response, deviation, most if deviation and most > response else 0.0)
+    return Problem(request, config, graph)
+
+
+@cache
+def _loaded(source: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, TaskGraph]:
+    config = load_config(source, overrides)
+    return config, task_graph(config)
+
+
+LENGTHS = "PROMPT+RESPONSE in tokens, like 1024+512, or 1024+512~200 if responses vary by that standard deviation"
+
+
+def _lengths(text: str) -> tuple[float, float, float]:
+    """ "1024+512~200" -> 1024, 512, 200: mean tokens of prompts and responses, and the deviation of these."""
+    number = r"(\d+(?:\.\d+)?)"
+    found = re.fullmatch(rf"{number}\+{number}(?:~{number})?", text)
+    if not found:
+        raise ConfigError([f"lengths {text!r}: expected {LENGTHS}"])
+    prompt, response, deviation = (float(part or 0) for part in found.groups())
+    if prompt < 1 or response < 1:
+        raise ConfigError(
+            [f"lengths {text!r}: {'prompts' if prompt < 1 else 'responses'} without a token; expected 1+1 or more"]
+        )
+    return prompt, response, deviation
+
+
+def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
+    """Print the best mapping, the next best and why they lose; write what ``files`` names."""
+    problem = problem_of(request)
+    cost, result = problem.solved()
+    mapping = result.best.mapping
+    assert mapping is not None, "or search has raised"
+    estimates = cost.estimates(mapping)
+    picked = Picked(problem.graph, cost, result, mapping, estimates, simulate(problem.graph, mapping, estimates, STEPS))
+    written = [*_write(problem, picked, files)]
+    if as_json:
+        print(to_json(data(picked), indent=2))
+    else:
+        print("\n".join([*_text(problem, picked), *written]))
+
+
+def _text(problem: Problem, picked: Picked) -> Iterator[str]:
+    yield problem.headline
+    yield from verdict(picked)
+    for told in tables(picked):
+        yield ""
+        yield f"{told.title}. {told.note}"
+        yield from aligned(told.rows, told.right)
+
+
+def _write(problem: Problem, picked: Picked, files: Files) -> Iterator[str]:
+    """What was written where."""
+    if any((files.picture, files.timeline, files.write)):
+        yield ""
+    if files.picture is not None:
+        page = _page(problem, picked)
+        _written(files.picture, lambda path: write_whole(path, page.encode()))
+        yield f"picture: {files.picture}"
+    if files.timeline is not None:
+        _written(files.timeline, lambda path: _timeline(path, picked))
+        yield f"timeline: {files.timeline}, for ui.perfetto.dev, like timeline.json of a run"
+
+
+def _written(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise UserError(f"plan: can't write {path} ({error.strerror}); choose another output file") from None
+
+
+def _page(problem: Problem, picked: Picked) -> str:
+    told = {told.title: (told.note, told.rows) for told in tables(picked)}
+    said = " ".join([problem.headline, *verdict(picked)])
+    return gantt_page("Device mapping", said, [*lanes(picked)], picked.simulation.steps, told)
+
+
+def _timeline(path: Path, picked: Picked) -> None:
+    path.unlink(missing_ok=True)
+    with Timeline(path, process="simulation") as timeline:
+        for step, spans in enumerate(picked.simulation.steps, 1):
+            timeline.add(step, spans)
