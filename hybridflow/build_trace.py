@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_algorithm, make_makers, make_parts
 from hybridflow.config import RunConfig
@@ -26,7 +28,7 @@ from hybridflow.rollout.buffer import REPLAYED
 from hybridflow.workers.fsdp import fsdp_bytes
 from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
-from hybridflow.workers.zero import sharded_bytes
+from hybridflow.workers.zero import ShardMode, sharded_bytes
 
 __all__ = ["held", "places_of", "trace", "traced"]
 
@@ -166,13 +168,25 @@ def held(args: Mapping[str, Any], lines: Lines) -> RoleSize:
     )
     if "optimizer" not in args:
         return size
-    main = built[args["networks"].main]
-    freeze(main, args["optimizer"].freeze, lines.whole)
-    trained = sum(parameter.numel() for parameter in main.parameters() if parameter.requires_grad)
-    gradients, optimizer = training_bytes(main)
-    if args["shard"] == "zero1":
-        optimizer = sharded_bytes(main, lines.shard.size)
+    networks, others = args["networks"], args.get("others", {})
+    optimizers = {networks.main: args["optimizer"], **{name: trained.optimizer for name, trained in others.items()}}
+    for name, config in optimizers.items():
+        freeze(built[name], config.freeze, lines.whole)
+        size = _with_training(size, built[name], args["shard"], lines.shard.size)
     if args["shard"] == "fsdp" and lines.shard.size > 1:
-        weights, gradients, optimizer = fsdp_bytes(main, lines.shard.size)
-        size = replace(size, weight_bytes=weights)
-    return replace(size, trained=trained, gradient_bytes=gradients, optimizer_bytes=optimizer)
+        weights, gradients, states = fsdp_bytes(built[networks.main], lines.shard.size)
+        size = replace(size, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=states)
+    return size
+
+
+def _with_training(size: RoleSize, network: nn.Module, shard: ShardMode, ranks: int) -> RoleSize:
+    """What training one more network takes."""
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    gradients, states = training_bytes(network)
+    states = sharded_bytes(network, ranks) if shard == "zero1" else states
+    return replace(
+        size,
+        trained=size.trained + trained,
+        gradient_bytes=size.gradient_bytes + gradients,
+        optimizer_bytes=size.optimizer_bytes + states,
+    )

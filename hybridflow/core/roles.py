@@ -221,9 +221,11 @@ class Declared:
         per: PerOf,
         min_group: int,
         on: Literal["outputs", "networks"],
+        trains: Names,
+        noise: bool,
     ) -> None:
         self.function, self.reads, self.writes, self.per, self.min_group = function, reads, writes, per, min_group
-        self.on = on
+        self.on, self.trains, self.noise = on, trains, noise
         signature = inspect.signature(function).parameters.values()
         self.defaults = {param.name: param.default for param in signature if param.default is not param.empty}
         self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
@@ -250,6 +252,8 @@ def columns(
     per: PerOf = "step",
     min_group: int = 1,
     on: Literal["outputs", "networks"] = "outputs",
+    trains: Names = (),
+    noise: bool = False,
 ) -> Callable[[Callable[..., Any]], Declared]:
     """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
 
@@ -257,11 +261,13 @@ def columns(
     ``per``: what a loss's terms are divided by, the number of steps, rows or groups of the minibatch; a loss per group
     reads ``group_id`` and always sees whole groups, their rows side by side in the order of the batch. ``min_group``: the
     smallest number of responses to a prompt that an estimator needs. ``on``: what a loss is given first, the outputs of
-    the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name.
+    the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name. ``trains``: which
+    of them get gradients and take a step, the main one if none is named. ``noise``: the loss is given a column "noise" of
+    standard normal numbers like ``actions``, which derive from the seed, the update and the step's place in the batch.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:
-        return Declared(function, reads, writes, per, min_group, on)
+        return Declared(function, reads, writes, per, min_group, on, trains, noise)
 
     return declare
 
@@ -292,6 +298,14 @@ class Fn:
     @property
     def on(self) -> Literal["outputs", "networks"]:
         return self.declared.on
+
+    @property
+    def trains(self) -> Names:
+        return self.declared.trains
+
+    @property
+    def noise(self) -> bool:
+        return self.declared.noise
 
     @property
     def min_group(self) -> int:
@@ -341,11 +355,12 @@ def renamed(fn: Fn, names: Mapping[str, str]) -> Fn:
 
 
 class Actor(Protocol):
-    """The trained policy: samples and learns. ``compute_log_probs`` writes ``learner_log_probs``."""
+    """The trained policy: samples and learns. ``compute_log_probs`` writes ``learner_log_probs``. Every minibatch of an
+    ``update`` is a step on each of the losses, in their order."""
 
     def rollout(self, batch: Batch, /) -> Batch: ...
     def compute_log_probs(self, batch: Batch, /) -> Batch: ...
-    def update(self, batch: Batch, loss: Fn, /) -> Batch: ...
+    def update(self, batch: Batch, /, *losses: Fn) -> Batch: ...
 
 
 class Critic(Protocol):

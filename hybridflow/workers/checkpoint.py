@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +42,13 @@ Kept = tuple[str, Piece, Tensor]
 
 
 def kept(
-    networks: Networks, main: str, optimizer: Optimizer, lines: Lines, fsdp: FsdpNetwork | None = None
+    networks: Networks, optimizers: Mapping[str, Optimizer], lines: Lines, fsdp: FsdpNetwork | None = None
 ) -> Iterator[Kept]:
-    """What this rank is to write of ``networks`` and of the optimizer of the ``main`` one, one tensor after another.
+    """What this rank is to write of ``networks`` and of the optimizers of those that are trained, one tensor after another.
 
     Every number has one owner among the ranks of a data-parallel block, and of equal blocks each writes its share. Ranks of
-    a data-parallel line call this together. ``fsdp``: how the main network is shared out over them; its weights are
-    joined, one after another.
+    a data-parallel line call this together. ``fsdp``: how the network is shared out over them; its weights are joined, one
+    after another.
     """
     tables = {name: network_pieces(network) for name, network in networks.items()}
     turns = {name: spread(table, lines.dp_cp.size)[lines.dp_cp.index] for name, table in tables.items()}
@@ -57,13 +58,14 @@ def kept(
             slice_ = x.detach() if fsdp is None else fsdp.full({parameter: x})[parameter]
             own = (piece for piece in turn.get(parameter, ()) if piece.owned)
             yield from ((f"{name}.{piece.name}", piece, piece.of(slice_)) for piece in own)
-    pieces = _by_parameter(tables[main] if optimizer.sharded else turns[main])
-    for key, parameter, state in optimizer.states():
-        for piece in pieces.get(parameter, ()):
-            if piece.owned and state.dim():
-                yield f"{key}/{main}.{piece.name}", piece, piece.of(state)
-            elif piece.owned and piece.cut.start == 0:
-                yield f"{key}/{main}.{piece.name}", Piece.whole(parameter, (), True), state
+    for name, optimizer in optimizers.items():
+        pieces = _by_parameter(tables[name] if optimizer.sharded else turns[name])
+        for key, parameter, state in optimizer.states():
+            for piece in pieces.get(parameter, ()):
+                if piece.owned and state.dim():
+                    yield f"{key}/{name}.{piece.name}", piece, piece.of(state)
+                elif piece.owned and piece.cut.start == 0:
+                    yield f"{key}/{name}.{piece.name}", Piece.whole(parameter, (), True), state
 
 
 def _named(network: nn.Module) -> dict[str, Tensor]:
@@ -216,15 +218,13 @@ def _place(file: Any, name: str, cut: tuple[int, int, int] | None) -> _Place:
 def restore(
     reader: PieceReader,
     networks: Networks,
-    main: str,
-    optimizer: Optimizer,
-    steps: int,
+    optimizers: Mapping[str, Optimizer],
+    steps: Mapping[str, int],
     fsdp: FsdpNetwork | None = None,
 ) -> None:
-    """Give this rank's slices of all networks, and of the optimizer of the ``main`` one, what was saved of them. ``fsdp``:
-    the main network, where the rank has but its share of them."""
+    """Give this rank's slices of all networks, and of the optimizers of those that are trained, what was saved of them.
+    ``steps``: that each optimizer has taken. ``fsdp``: the network, where the rank has but its share of it."""
     tables = {name: network_pieces(network) for name, network in networks.items()}
-    pieces = _by_parameter(tables[main])
     for name, network in networks.items():
         table = _by_parameter(tables[name])
         for parameter, x in _named(network).items():
@@ -234,14 +234,19 @@ def restore(
             if fsdp is not None:
                 fsdp.load(parameter, slice_)
 
-    def read(key: str, parameter: str) -> Tensor | None:
-        own = pieces[parameter]
-        names = [f"{main}.{piece.name}" if key == "weight" else f"{key}/{main}.{piece.name}" for piece in own]
-        if names[0] not in reader:
-            return None
-        if key == "step":
-            return reader.full(names[0])
-        parts = [reader.read(name, piece) for name, piece in zip(names, own, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, own[0].dim)
+    for name, optimizer in optimizers.items():
+        optimizer.load(steps[name], partial(_kept_state, reader, name, _by_parameter(tables[name])))
 
-    optimizer.load(steps, read)
+
+def _kept_state(
+    reader: PieceReader, network: str, pieces: Mapping[str, list[Piece]], key: str, parameter: str
+) -> Tensor | None:
+    """See ``Optimizer.load``."""
+    own = pieces[parameter]
+    names = [f"{network}.{piece.name}" if key == "weight" else f"{key}/{network}.{piece.name}" for piece in own]
+    if names[0] not in reader:
+        return None
+    if key == "step":
+        return reader.full(names[0])
+    parts = [reader.read(name, piece) for name, piece in zip(names, own, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, own[0].dim)

@@ -8,6 +8,7 @@
            └─ data-parallel blocks: each pulls the values of its own units alone
                 └─ microbatches by token budget: forward, loss terms / normaliser, backward; gradients add up
            gradients add up over the blocks, in one flat sum; every rank takes the same step, or its share of it (zero.py)
+           ... and so for every loss, if there are several; nothing but what a loss trains has gradients meanwhile
 
 so neither the loss nor the gradient depends on how a minibatch is split. Every rank deals alike without a word to the
 others. They meet in every minibatch's sum of gradients, to which a block without units adds zeros, after the first one in
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,10 +34,10 @@ from torch import Tensor
 
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import CheckpointError, NonFiniteError, UserError
+from hybridflow.core.errors import CheckpointError, ContractError, NonFiniteError, UserError
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
-from hybridflow.core.seeding import generator
+from hybridflow.core.seeding import generator, uniforms
 from hybridflow.models.decoder import Decoder
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
@@ -54,7 +56,7 @@ from hybridflow.workers.publish import Published, buckets, checksum, probe_texts
 from hybridflow.workers.units import Pulled, Units
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
-__all__ = ["Learner", "UpdatePlan"]
+__all__ = ["Learner", "Trained", "UpdatePlan"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class UpdatePlan:
     minibatches: int = 1
     epochs: int = 1
     token_budget: int = 4096
+
+
+class Trained(NamedTuple):
+    """How a network besides the main one is trained."""
+
+    optimizer: OptimizerConfig
+    total_steps: int
 
 
 def _inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
@@ -76,8 +85,9 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Learner(Shelved):
-    """Owns networks and the optimizer of the main one. ``version`` counts updates. ``shard``: "zero1" shares the optimizer
-    out over the ranks that hold the same parameters, "fsdp" weights and gradients, too. UserError if networks can't be."""
+    """Owns networks, and an optimizer of the main one and of each of the ``others``. ``version`` counts updates. ``shard``:
+    "zero1" shares the optimizers out over the ranks that hold the same parameters, "fsdp" weights and gradients, too.
+    UserError if networks can't be."""
 
     def __init__(
         self,
@@ -89,6 +99,7 @@ class Learner(Shelved):
         total_steps: int,
         seed: int,
         shard: ShardMode = "none",
+        others: Mapping[str, Trained] | None = None,
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
         self.lines, self._inputs, self._stepped = Lines.of(context), networks.inputs, False
@@ -104,18 +115,25 @@ class Learner(Shelved):
             freeze(self.model, optimizer.freeze, whole=self.cut is None)
             self.fsdp = FsdpNetwork(self.model, self.lines)
             self.optimizer: Optimizer = FsdpOptimizer(self.fsdp, optimizer, total_steps, self.cut, self.lines)
-        elif shard == "zero1" and self.lines.shard.size > 1:
-            self.optimizer = ShardedOptimizer(self.model, optimizer, total_steps, self.cut, self.lines)
         else:
-            self.optimizer = Optimizer(self.model, optimizer, total_steps, self.cut)
+            self.optimizer = self._optimizer(self.main, Trained(optimizer, total_steps), shard)
+        rest = {name: self._optimizer(name, trained, shard) for name, trained in (others or {}).items()}
+        self.optimizers = {self.main: self.optimizer, **rest}
+        for name, network in self.networks.items():
+            network.requires_grad_(False) if name not in self.optimizers else None
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory
         arena = memory if isinstance(memory, Arena) else None
         self.shelves: dict[MemoryPart, Shelf | Arena] = {
             "weights": arena or weights,
-            "optimizer": Shelf(self.optimizer.tensors),
+            "optimizer": Shelf(lambda: chain.from_iterable(one.tensors() for one in self.optimizers.values())),
         }
+
+    def _optimizer(self, name: str, trained: Trained, shard: ShardMode) -> Optimizer:
+        if shard == "zero1" and self.lines.shard.size > 1:
+            return ShardedOptimizer(self.networks[name], *trained, self.cut, self.lines)
+        return Optimizer(self.networks[name], *trained, self.cut)
 
     def _hybrid_weights(self) -> HybridWeights | None:
         """Of a decoder that trains cut over the processes in which its sampler draws responses."""
@@ -126,7 +144,8 @@ class Learner(Shelved):
 
     def offload(self, keep: Collection[MemoryPart] = ()) -> int:
         """See ``Offloadable``. Gradients, which every minibatch begins anew, are dropped."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
         return super().offload(keep)
 
     @property
@@ -159,21 +178,22 @@ class Learner(Shelved):
         return nullcontext() if self.fsdp is None else self.fsdp.reading()
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
-    def update(self, batch: Batch, loss: Fn, /) -> Batch:
-        """One update: ``epochs x minibatches`` optimizer steps on ``loss``. Rows without an action step have no part."""
+    def update(self, batch: Batch, /, *losses: Fn) -> Batch:
+        """One update: ``epochs x minibatches`` optimizer steps on each of the ``losses``, in their order. Rows without an
+        action step have no part."""
         dealt_by = batch.select(name for name in ("sample_id", "response_mask", "group_id") if name in batch)
         if (loaded := dealt_by.load()) is not dealt_by:
             batch = batch.with_columns(**loaded.columns)
-        units = Units.of(batch, "group" if loss.per == "group" else self.model.unit)
+        units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
         epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
         own = np.unique(np.concatenate([part for minibatches in epochs for _, part, _ in minibatches]))
         pulled, mask, samples = units.load(batch, own), batch.ragged("response_mask"), batch["sample_id"]
         for epoch, minibatches in enumerate(epochs):
-            written = {name: np.zeros(len(mask.values), np.float32) for name in loss.writes}
+            written = {name: np.zeros(len(mask.values), np.float32) for loss in losses for name in loss.writes}
             for number, (index, part, forwards) in enumerate(minibatches):
                 mine = pulled.take(np.searchsorted(own, part))
-                drift = self._minibatch(units.take(index), mine, forwards, loss, written, samples)
-                if epoch == number == 0:
+                drift = self._minibatch(units.take(index), mine, forwards, losses, written, samples)
+                if epoch == number == 0 and (drift or self.context.mesh.dp > 1):
                     self._observe_drift(drift)
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
@@ -193,37 +213,93 @@ class Learner(Shelved):
         return max(len([*plan_microbatches(units.weights[part], self.plan.token_budget)]) for part in parts)
 
     def _minibatch(
-        self, whole: Units, part: Pulled, forwards: int, loss: Fn, written: Mapping[str, np.ndarray], samples: np.ndarray
+        self,
+        whole: Units,
+        part: Pulled,
+        forwards: int,
+        losses: Sequence[Fn],
+        written: Mapping[str, np.ndarray],
+        samples: np.ndarray,
     ) -> list[Tensor]:
-        """One optimizer step, for which this rank sees the ``part`` of the ``whole``, in as many ``forwards`` at least; the
-        drift of its microbatches."""
+        """One optimizer step on each loss, for which this rank sees the ``part`` of the ``whole``, in as many ``forwards``
+        at least; the drift of its microbatches."""
         if len(whole) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return []
-        normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
-        self.optimizer.zero_grad()
-        drift: list[Tensor] = []
         micros = [part.take(index) for index in plan_microbatches(part.units.weights, self.plan.token_budget)]
+        kept = [micro.batch() for micro in micros] if len(losses) > 1 else None
+        drift: list[Tensor] = []
+        for loss in losses:
+            trained = self._trained_by(loss)
+            with self._alone(trained):
+                batches = kept or (micro.batch() for micro in micros)
+                drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written)
+            self._step(loss, trained, samples[whole.rows.values])
+        return drift
+
+    def _trained_by(self, loss: Fn) -> dict[str, Optimizer]:
+        names = loss.trains or (self.main,)
+        if unknown := [name for name in names if name not in self.optimizers]:
+            raise ContractError(f"loss {loss.name} trains {unknown[0]!r}; this learner trains {', '.join(self.optimizers)}")
+        return {name: self.optimizers[name] for name in names}
+
+    @contextmanager
+    def _alone(self, trained: Collection[str]) -> Iterator[None]:
+        """As long as it lasts, no other network that is trained has gradients: losses may read it, and pay nothing."""
+        others = [p for name, one in self.optimizers.items() if name not in trained for p in one.parameters.values()]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+    def _gradients(
+        self,
+        loss: Fn,
+        whole: Units,
+        micros: Sequence[Pulled],
+        batches: Iterable[Batch],
+        blanks: int,
+        written: Mapping[str, np.ndarray],
+    ) -> list[Tensor]:
+        """Gradients of a loss for what it trains, of the whole minibatch on every rank; the drift of the ``micros``."""
+        normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
+        trained, drift = self._trained_by(loss), list[Tensor]()
+        for optimizer in trained.values():
+            optimizer.zero_grad()
 
         def terms(number: int, seen: Batch, outputs: Any) -> Tensor:
             self.context.breathe()
-            result: Loss = loss(outputs, action_columns(seen, self._device))
+            columns, places = action_columns(seen, self._device), micros[number].units.places.values
+            if loss.noise:
+                columns["noise"] = self._noise(loss, places, columns["actions"])
+            result: Loss = loss(outputs, columns)
             total = result.terms.sum() / normaliser
             self._check_finite(float(total.detach()), f"loss {loss.name}", seen["sample_id"])
-            self._observe(result)
+            self._observe(loss, result)
             drift.extend([] if result.drift is None else [result.drift])
-            for name, values in written.items():
-                values[micros[number].units.places.values] = result.columns[name].float().cpu().numpy()
+            for name in loss.writes:
+                written[name][places] = result.columns[name].float().cpu().numpy()
             return total
 
         if loss.on == "networks" and self.fsdp is not None:
             raise UserError(f'mesh: shard = "fsdp" and the loss {loss.name}, which reads networks, exclude each other')
         read = (lambda _: self.networks) if loss.on == "networks" else None
-        batches, blanks = (m.batch() for m in micros), max(0, forwards - len(micros))
-        run_microbatches(self.model, batches, terms, self.lines.pp, train=True, read=read, blanks=blanks)
-        self.optimizer.reduce_gradients(self._over_copies)
-        self._step(loss, samples[whole.rows.values])
+        model = self.networks[next(iter(trained))]
+        run_microbatches(model, batches, terms, self.lines.pp, train=True, read=read, blanks=blanks)
+        for optimizer in trained.values():
+            optimizer.reduce_gradients(self._over_copies)
         return drift
+
+    def _noise(self, loss: Fn, places: np.ndarray, actions: Tensor) -> Tensor:
+        """Standard normal numbers like ``actions``, for the steps at these ``places`` of the batch."""
+        steps = self._trained_by(loss)[(loss.trains or (self.main,))[0]].steps
+        drawn = uniforms(self.seed, f"noise/{loss.name}/{steps}", places[:, None], np.arange(actions[0].numel()))
+        # The inverse of the normal distribution is minus infinity at 0.
+        normal: Tensor = torch.special.ndtri(torch.from_numpy(drawn).clamp_(min=2.0**-53))
+        return normal.float().reshape(actions.shape).to(actions.device)
 
     @property
     def _over_copies(self) -> Callable[[Tensor], Tensor] | None:
@@ -241,8 +317,9 @@ class Learner(Shelved):
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def _observe(self, result: Loss) -> None:
-        metrics = {"loss": result.terms.detach(), **result.metrics}
+    def _observe(self, loss: Fn, result: Loss) -> None:
+        prefix = "" if not loss.trains or self.main in loss.trains else f"{loss.trains[0]}_"
+        metrics = {f"{prefix}loss": result.terms.detach(), **result.metrics}
         for name, values in metrics.items():
             self.context.metrics.add(name, float(values.sum()), values.numel())
 
@@ -260,13 +337,16 @@ class Learner(Shelved):
         if count and self.context.block == 0:
             metrics.add("effective_samples", total**2 / squares, count)
 
-    def _step(self, loss: Fn, samples: np.ndarray) -> None:
-        norm = self.optimizer.clip()
-        self._check_finite(norm, f"gradient norm of {loss.name}", samples)
-        self._stepped |= norm > 0 and self.optimizer.learning_rate > 0
-        self.context.metrics.add("grad_norm", norm)
-        self.context.metrics.add("learning_rate", self.optimizer.learning_rate)
-        self.optimizer.step()
+    def _step(self, loss: Fn, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
+        norms = {name: optimizer.clip() for name, optimizer in trained.items()}
+        for norm in norms.values():
+            self._check_finite(norm, f"gradient norm of {loss.name}", samples)
+        for name, optimizer in trained.items():
+            prefix = "" if name == self.main else f"{name}_"
+            self._stepped |= not prefix and norms[name] > 0 and optimizer.learning_rate > 0
+            self.context.metrics.add(f"{prefix}grad_norm", norms[name])
+            self.context.metrics.add(f"{prefix}learning_rate", optimizer.learning_rate)
+            optimizer.step()
 
     def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
         if not math.isfinite(value):
@@ -303,9 +383,8 @@ class Learner(Shelved):
     def blend(self, source: str, target: str, weight: float) -> None:
         """Move network ``target`` towards ``source``: target += weight (source - target)."""
         with torch.no_grad():
-            pairs = zip(self.networks[target].parameters(), self.networks[source].parameters(), strict=True)
-            for old, new in pairs:
-                old.lerp_(new, weight)
+            old, new = ([*self.networks[name].parameters()] for name in (target, source))
+            torch._foreach_lerp_(cast(list[Tensor], old), cast(list[Tensor], new), weight)
 
     @control
     def num_parameters(self) -> tuple[int, int]:
@@ -389,9 +468,9 @@ class Learner(Shelved):
     def save(self, folder: Path) -> dict[str, Any]:
         """Begin to write this rank's part of weights and optimizer to ``folder``; how far they are. All is copied before
         this returns, so updates can go on. See ``saved``."""
-        pieces = kept(self.networks, self.main, self.optimizer, self.lines, self.fsdp)
+        pieces = kept(self.networks, self.optimizers, self.lines, self.fsdp)
         self._writer.start(folder / f"{self.context.rank}.safetensors", pieces)
-        return {"version": self.version, "optimizer_steps": self.optimizer.steps}
+        return {"version": self.version, "optimizer_steps": {name: one.steps for name, one in self.optimizers.items()}}
 
     @control(ONE_TO_ALL)
     def saved(self, wait: bool) -> list[list[Written] | None]:
@@ -413,4 +492,4 @@ class Learner(Shelved):
             check_file(folder.parent, file)
         self.version = state["version"]
         with PieceReader(folder) as reader:
-            restore(reader, self.networks, self.main, self.optimizer, state["optimizer_steps"], self.fsdp)
+            restore(reader, self.networks, self.optimizers, state["optimizer_steps"], self.fsdp)

@@ -82,7 +82,7 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
     gradients = [master.grad for master in one.optimizer.masters.values() if master.grad is not None]
     held = storages(one.fsdp.tensors()), sum(x.nbytes for x in gradients), storages(one.optimizer.tensors())
     state, saved = through_files(lines, one, folder / "own")
-    again, start = {}, {"version": 1, "optimizer_steps": 2}
+    again, start = {}, {"version": 1, "optimizer_steps": {one.main: 2}}
     for name, path, told in (("none", folder / "own", state), ("zero1", folder / "own", state), ("fsdp", began, start)):
         other = case.learner(context_of(mesh, rank, lines), name)  # type: ignore[arg-type]
         other.load(path / "actor", told, ())

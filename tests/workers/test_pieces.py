@@ -68,7 +68,7 @@ def write(kind: str, source: DecoderSource, mesh: Mesh, folder: Path) -> None:
     for rank in range(mesh.size):
         networks, optimizer, lines = trained(kind, source, mesh, rank)
         writer = PieceWriter()
-        writer.start(folder / kind / f"{rank}.safetensors", kept(networks, kind, optimizer, lines))
+        writer.start(folder / kind / f"{rank}.safetensors", kept(networks, {kind: optimizer}, lines))
         writer.done(True)
 
 
@@ -94,7 +94,7 @@ def test_what_one_mesh_writes_another_reads(
         expected, optimizer, _ = trained(kind, source, other, rank)
         fresh, restored, _ = trained(kind, replace(source, seed=4), other, rank)
         with PieceReader(folder / "one" / kind) as reader:
-            restore(reader, fresh, kind, restored, 7)
+            restore(reader, fresh, {kind: restored}, {kind: 7})
         assert restored.steps == 7
         for name, x in expected[kind].named_parameters():
             assert torch.equal(fresh[kind].get_parameter(name), x), name
@@ -128,11 +128,11 @@ def test_a_run_that_goes_on_in_another_precision_loses_nothing(before: str, afte
     optimizer._round()
     writer = PieceWriter()
     (tmp_path / "run").mkdir()
-    writer.start(tmp_path / "run" / "policy" / "0.safetensors", kept(networks, "policy", optimizer, lines))
+    writer.start(tmp_path / "run" / "policy" / "0.safetensors", kept(networks, {"policy": optimizer}, lines))
     writer.done(True)
     fresh, restored, _ = trained("policy", replace(source, dtype=getattr(torch, after), seed=4), Mesh(), 0)
     with PieceReader(tmp_path / "run" / "policy") as reader:
-        restore(reader, fresh, "policy", restored, 7)
+        restore(reader, fresh, {"policy": restored}, {"policy": 7})
     assert all(torch.equal(master, restored.masters[name]) for name, master in optimizer.masters.items())
     assert all(torch.equal(p, restored.masters[n].to(p.dtype)) for n, p in fresh["policy"].named_parameters())
 
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_told_with_its_name(tmp_path: Path) -> None:
     def load(changed: DecoderSpec) -> None:
         networks, optimizer, _ = trained("policy", replace(source, spec=changed), Mesh(), 0)
         with PieceReader(tmp_path / "run" / "policy") as reader:
-            restore(reader, networks, "policy", optimizer, 1)
+            restore(reader, networks, {"policy": optimizer}, {"policy": 1})
 
     load(spec)
     with pytest.raises(CheckpointError, match=r"gate.weight is \[7, 6\], this run's is \[9, 6\]; resume with the model"):
@@ -239,7 +239,7 @@ def test_networks_that_are_no_decoders_are_saved_whole(tmp_path: Path) -> None:
     optimizer = Optimizer(tied, OptimizerConfig(), 10)
     (tmp_path / "run").mkdir()
     writer = PieceWriter()
-    writer.start(tmp_path / "run" / "q" / "0.safetensors", kept({"q": tied, "target": tied}, "q", optimizer, Lines()))
+    writer.start(tmp_path / "run" / "q" / "0.safetensors", kept({"q": tied, "target": tied}, {"q": optimizer}, Lines()))
     writer.done(True)
     tensors: dict[str, Tensor] = saved_tensors(tmp_path / "run" / "q")
     assert {f"{network}.{name}" for network in ("q", "target") for name in ("first.weight", "mean", "count")} == {*tensors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +14,10 @@ from ranks import Results, on_blocks
 from test_learner import batch, decoder
 from test_preference_learner import pairs
 from test_scorer import reward_model, reward_scorer
+from test_trained_groups import LOSSES as GROUP_LOSSES
+from test_trained_groups import batch as group_batch
+from test_trained_groups import learner as group_learner
+from test_trained_groups import parameters as group_parameters
 from torch import nn
 
 from hybridflow.core.batch import Batch, Ragged
@@ -95,6 +99,25 @@ def pieces(lengths: list[int]) -> Batch:
     )
 
 
+def groups(context: WorkerContext) -> Outcome:
+    """Two updates of a learner that trains several networks, with SGD."""
+    one = group_learner(context, minibatches=2, budget=3)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for name, optimizer in one.optimizers.items():
+        masters = optimizer.masters
+        optimizer.adamw = torch.optim.SGD(list(masters.values()), 0.01)  # type: ignore[assignment]
+
+        def record(name: str = name, masters: Any = masters, clip: Any = optimizer.clip) -> float:
+            gradients.append({f"{name}.{key}": m.grad.clone() for key, m in masters.items() if m.grad is not None})
+            return float(clip())
+
+        optimizer.clip = record  # type: ignore[method-assign]
+    one.update(group_batch(), *GROUP_LOSSES)
+    written = one.update(group_batch(), *GROUP_LOSSES)
+    steps = sum(optimizer.steps for optimizer in one.optimizers.values())
+    return Outcome(context.metrics, gradients, group_parameters(one), dict(written.columns), steps)  # type: ignore[arg-type]
+
+
 def updated(context: WorkerContext, networks: Networks, data: Batch, loss: Fn, sgd: bool = True) -> Outcome:
     """Two updates; with plain SGD, as AdamW makes rounding errors of tiny gradients large."""
     plan = UpdatePlan(minibatches=2, epochs=2, token_budget=20)
@@ -136,14 +159,15 @@ CASES = {
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),
     "bfloat16": Case(partial(text_networks, TextPolicy, torch.bfloat16), uneven, PPO, sgd=False),
 }
-exact = pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.sgd])
-each = pytest.mark.parametrize("case", CASES)
+ALL: dict[str, Callable[[WorkerContext], Outcome]] = {**CASES, "several networks": groups}
+exact = pytest.mark.parametrize("case", [*(name for name, case in CASES.items() if case.sgd), "several networks"])
+each = pytest.mark.parametrize("case", ALL)
 split = pytest.mark.parametrize("blocks", range(2, MOST + 1))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    return on_blocks(CASES, MOST, tmp_path_factory.mktemp("ranks"))
+    return on_blocks(ALL, MOST, tmp_path_factory.mktemp("ranks"))
 
 
 def on(results: list[Results], case: str, blocks: int) -> list[Outcome]:
@@ -187,13 +211,14 @@ def test_metrics_are_those_of_one_process(results: list[Results], case: str, blo
     alone, together = merged(on(results, case, 1)), merged(on(results, case, blocks))
     assert together == pytest.approx(alone, rel=1e-6, abs=3e-7)  # means of numbers of size 1 that cancel
     assert {"loss", "grad_norm", "learning_rate"} <= alone.keys()
-    policy = case not in ("value", "dqn", "dpo")
+    policy = case not in ("value", "dqn", "dpo", "several networks")
     assert policy == (0 < alone.get("effective_samples", 0) < 1) == (alone.get("mismatch_max", 0) > 0)
 
 
 @split
-def test_written_columns_are_those_of_one_process(results: list[Results], blocks: int) -> None:
-    (alone,), (first, *_) = on(results, "dqn", 1), on(results, "dqn", blocks)
+@pytest.mark.parametrize("case", ["dqn", "several networks"])
+def test_written_columns_are_those_of_one_process(results: list[Results], case: str, blocks: int) -> None:
+    (alone,), (first, *_) = on(results, case, 1), on(results, case, blocks)
     errors = alone.written["td_errors"].values
     assert (errors != 0).all() and len(errors) == 11
     np.testing.assert_allclose(first.written["td_errors"].values, errors, rtol=1e-5, atol=1e-6)
