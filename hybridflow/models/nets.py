@@ -33,9 +33,11 @@ __all__ = [
     "MLP",
     "Categorical",
     "CategoricalPolicy",
+    "Features",
     "Gaussian",
     "GaussianPolicy",
     "NetConfig",
+    "ObservationNet",
     "QNet",
     "ValueNet",
     "joined",
@@ -160,8 +162,31 @@ class MLP(nn.Module):
         return F.linear(x, weight, bias)
 
 
-class _ObservationNet(nn.Module):
-    """An MLP on observations of a space: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot."""
+class Features(nn.Module):
+    """Observations of a space as numbers: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot."""
+
+    def __init__(self, space: Space[Any]) -> None:
+        super().__init__()
+        self.num_classes, self.start = 0, 0
+        kind = _kind(space)
+        if kind == "Discrete":
+            self.num_classes, self.start = int(space.n), int(space.start)
+            self.size = self.num_classes
+        elif kind == "Box":
+            self.size = math.prod(space.shape)
+        else:
+            raise DataError(f"observation space {space}: not supported; supported are Box and Discrete")
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[B, ...] observations -> [B, size]"""
+        if self.num_classes:
+            return F.one_hot(observations.long() - self.start, self.num_classes).float()
+        features = observations.reshape(len(observations), self.size)
+        return features.float() / 255 if observations.dtype == torch.uint8 else features.float()
+
+
+class ObservationNet(nn.Module):
+    """An MLP on observations of a space."""
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
@@ -170,25 +195,12 @@ class _ObservationNet(nn.Module):
         self, space: Space[Any], num_outputs: int, head_gain: float, config: NetConfig, generator: torch.Generator
     ) -> None:
         super().__init__()
-        self.num_classes, self.start, num_features = 0, 0, 0
-        kind = _kind(space)
-        if kind == "Discrete":
-            self.num_classes, self.start = int(space.n), int(space.start)
-            num_features = self.num_classes
-        elif kind == "Box":
-            num_features = math.prod(space.shape)
-        else:
-            raise DataError(f"observation space {space}: not supported; supported are Box and Discrete")
-        self.mlp = MLP((num_features, *config.hidden, num_outputs), config.activation, head_gain, generator)
+        self.features = Features(space)
+        self.mlp = MLP((self.features.size, *config.hidden, num_outputs), config.activation, head_gain, generator)
 
     def forward(self, observations: Tensor) -> Tensor:
         """[B, ...] observations -> [B, num_outputs]"""
-        if self.num_classes:
-            features = F.one_hot(observations.long() - self.start, self.num_classes).float()
-        else:
-            features = observations.reshape(len(observations), math.prod(observations.shape[1:])).float()
-            features = features / 255 if observations.dtype == torch.uint8 else features
-        return self.mlp.forward(features)
+        return self.mlp.forward(self.features.forward(observations))
 
     @property
     def device(self) -> torch.device:
@@ -201,7 +213,7 @@ class _ObservationNet(nn.Module):
         return torch.tensor(values, device=self.device)
 
 
-class CategoricalPolicy(_ObservationNet):
+class CategoricalPolicy(ObservationNet):
     """A policy over K discrete actions, numbered from 0."""
 
     def distribution(self, observations: Tensor) -> Categorical:
@@ -214,7 +226,7 @@ class CategoricalPolicy(_ObservationNet):
         return {"log_probs": distribution.log_prob(self.steps(batch, "actions")), "entropy": distribution.entropy()}
 
 
-class GaussianPolicy(_ObservationNet):
+class GaussianPolicy(ObservationNet):
     """A policy over continuous actions; its standard deviation doesn't depend on the observation and starts at 1.
 
     Actions are the unbounded numbers that were drawn; the environment clips them to its bounds.
@@ -243,7 +255,7 @@ class GaussianPolicy(_ObservationNet):
         return {"log_probs": distribution.log_prob(self.steps(batch, "actions")), "entropy": distribution.entropy()}
 
 
-class ValueNet(_ObservationNet):
+class ValueNet(ObservationNet):
     """The value of a state."""
 
     inputs: tuple[str, ...] = ("observations",)
@@ -258,7 +270,7 @@ class ValueNet(_ObservationNet):
         return values[:, 0]
 
 
-class QNet(_ObservationNet):
+class QNet(ObservationNet):
     """The value of each of K discrete actions: forward(observations [B, ...]) -> [B, K]."""
 
     def distribution(self, observations: Tensor) -> Categorical:

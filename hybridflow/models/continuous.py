@@ -1,0 +1,206 @@
+"""Policies over continuous actions with bounds: squashed Gaussian (SAC) and deterministic (TD3, DDPG).
+
+Actions are the environment's numbers. Distances between them are measured in *units*: half the width of the bounds, so that
+an action in units lies in [-1, 1] whatever the space. Densities, exploration noise and a critic's inputs are in units.
+
+Shapes: B observations, A numbers in an action.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridflow.core.errors import DataError
+from hybridflow.models.nets import NetConfig, ObservationNet
+
+if TYPE_CHECKING:
+    from gymnasium import Space
+
+__all__ = ["Bounds", "Deterministic", "DeterministicPolicy", "Noisy", "Squashed", "SquashedGaussianPolicy", "Uniform"]
+
+LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
+NEARLY_ONE = 1 - 2.0**-23
+"""an action at its very bound would have an infinite pre-image"""
+
+
+class Bounds(nn.Module):
+    """The box of actions: ``middle``, and ``unit``, half its width, [*shape]. DataError if it isn't bounded."""
+
+    middle: Tensor
+    unit: Tensor
+
+    def __init__(self, space: Space[Any]) -> None:
+        super().__init__()
+        if type(space).__name__ != "Box" or not space.is_bounded():
+            raise DataError(f"action space {space}: not supported here; supported is Box with finite bounds")
+        low, high = (np.asarray(bound, np.float32) for bound in (space.low, space.high))
+        self.register_buffer("middle", torch.tensor((high + low) / 2))
+        self.register_buffer("unit", torch.tensor((high - low) / 2))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.middle.shape)
+
+    @property
+    def size(self) -> int:
+        """A"""
+        return self.middle.numel()
+
+    def from_units(self, x: Tensor) -> Tensor:
+        """[B, A] in units -> [B, *shape] actions."""
+        return torch.addcmul(self.middle, self.unit, x.reshape(-1, *self.shape))
+
+    def units(self, actions: Tensor) -> Tensor:
+        """[B, *shape] actions -> [B, A] in units."""
+        return ((actions - self.middle) / self.unit).flatten(1)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """All actions within the bounds alike."""
+
+    bounds: Bounds
+
+    @property
+    def num_uniforms(self) -> int:
+        return self.bounds.size
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Actions from ``uniforms`` [B, A] in [0, 1)."""
+        return self.bounds.from_units(2 * uniforms.float() - 1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B] of ``actions``."""
+        return self.bounds.middle.new_full((len(actions),), -self.bounds.size * math.log(2))
+
+
+def _normal(uniforms: Tensor) -> Tensor:
+    """Standard normal numbers from ``uniforms``, by the inverse of the distribution, which is minus infinity at 0."""
+    normal: Tensor = torch.special.ndtri(uniforms.double().clamp(min=2.0**-53))
+    return normal.float()
+
+
+def _log_density(z: Tensor, log_std: Tensor) -> Tensor:
+    """[B] log-density of independent normal numbers that are ``z`` [B, A] deviations from their means."""
+    return (-0.5 * z**2 - log_std).sum(-1) - 0.5 * math.log(2 * math.pi) * z.shape[-1]
+
+
+@dataclass(frozen=True)
+class Squashed:
+    """tanh of independent normal numbers, scaled to ``bounds``: ``mean`` and ``log_std`` [B, A] are those before tanh."""
+
+    mean: Tensor
+    log_std: Tensor
+    bounds: Bounds
+
+    @property
+    def num_uniforms(self) -> int:
+        return self.bounds.size
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Actions from ``uniforms`` [B, A] in [0, 1)."""
+        return self.draw(_normal(uniforms))[0]
+
+    def draw(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions, and their log-densities [B], as functions of standard normal ``noise`` [B, ...] (reparametrised)."""
+        noise = noise.flatten(1)
+        u = torch.addcmul(self.mean, self.log_std.exp(), noise)
+        return self.bounds.from_units(u.tanh()), self._log_density(u, noise)
+
+    def _log_density(self, u: Tensor, z: Tensor) -> Tensor:
+        """log N(u) - sum log(1 - tanh(u)^2), of which the last is 2 (log 2 - u - softplus(-2u)): exact for large u, too."""
+        return _log_density(z, self.log_std) - 2 * (math.log(2) - u - F.softplus(-2 * u)).sum(-1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B] of ``actions``; of those at the bounds, of what lies just inside."""
+        u = self.bounds.units(actions).clamp(-NEARLY_ONE, NEARLY_ONE).atanh()
+        return self._log_density(u, (u - self.mean) / self.log_std.exp())
+
+    @property
+    def mode(self) -> Tensor:
+        """Where the normal numbers are likeliest."""
+        return self.bounds.from_units(self.mean.tanh())
+
+    @property
+    def uniform(self) -> Uniform:
+        return Uniform(self.bounds)
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """Normal noise of deviation ``std`` units around actions ``mean``, clipped to ``bounds``."""
+
+    mean: Tensor
+    std: float
+    bounds: Bounds
+
+    @property
+    def num_uniforms(self) -> int:
+        return self.bounds.size
+
+    def sample(self, uniforms: Tensor) -> Tensor:
+        """Actions from ``uniforms`` [B, A] in [0, 1)."""
+        units = self.bounds.units(self.mean) + self.std * _normal(uniforms)
+        return self.bounds.from_units(units.clamp(-1, 1))
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B] of ``actions``, before clipping."""
+        z = (self.bounds.units(actions) - self.bounds.units(self.mean)) / self.std
+        return _log_density(z, torch.full_like(z, math.log(self.std)))
+
+    @property
+    def uniform(self) -> Uniform:
+        return Uniform(self.bounds)
+
+
+@dataclass(frozen=True)
+class Deterministic:
+    """One action each: ``mode`` [B, *shape]."""
+
+    mode: Tensor
+    bounds: Bounds
+
+    def explore(self, epsilon: Tensor, noise: float) -> Noisy:
+        """With normal noise of deviation ``noise`` units."""
+        return Noisy(self.mode, noise, self.bounds)
+
+
+class SquashedGaussianPolicy(ObservationNet):
+    """tanh of normal numbers whose mean and deviation depend on the observation (Haarnoja et al. 2018, appendix C)."""
+
+    def __init__(self, space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> None:
+        bounds = Bounds(action_space)
+        super().__init__(space, 2 * bounds.size, 0.01, config, generator)
+        self.bounds = bounds
+
+    def distribution(self, observations: Tensor) -> Squashed:
+        """Of the action at each observation [B, ...]."""
+        mean, log_std = self(observations).chunk(2, -1)
+        return Squashed(mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX), self.bounds)
+
+
+class DeterministicPolicy(ObservationNet):
+    """tanh of the network's outputs, scaled to the bounds of actions (Lillicrap et al. 2016)."""
+
+    def __init__(self, space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> None:
+        bounds = Bounds(action_space)
+        super().__init__(space, bounds.size, 0.01, config, generator)
+        self.bounds = bounds
+
+    def distribution(self, observations: Tensor) -> Deterministic:
+        """The action at each observation [B, ...]."""
+        return Deterministic(self.perturbed(observations), self.bounds)
+
+    def perturbed(self, observations: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Actions [B, *shape], moved by ``offsets`` [B, ...] units and clipped to the bounds."""
+        units = self(observations).tanh()
+        if offsets is not None:
+            units = (units + offsets.flatten(1)).clamp(-1, 1)
+        return self.bounds.from_units(units)
