@@ -13,11 +13,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridflow.controller.cores import Share
 from hybridflow.controller.ray_process import RAY_INLINES, Process, Setup
 from hybridflow.core.errors import UserError
 from hybridflow.core.placement import ResourcePool
 
-__all__ = ["WorkerGroup", "connect", "homes", "neighbours", "reserve"]
+__all__ = ["WorkerGroup", "connect", "homes", "reserve", "shares"]
 
 RESERVE_S = 10  # Ray cuts it to whole seconds
 ENVIRONMENT = {"env_vars": {"RAY_max_direct_call_object_size": str(RAY_INLINES)}}
@@ -101,16 +102,17 @@ def homes(rooms: Mapping[str, PlacementGroup]) -> dict[str, list[str]]:
     return {pool: [table[bundle] for bundle in sorted(table)] for pool, table in tables.items()}
 
 
-def neighbours(pools: Sequence[ResourcePool], homes: Mapping[str, Sequence[str]]) -> dict[str, list[int]]:
-    """By pool, of each rank: how many workers all pools together have on its machine, itself included."""
-    there: Counter[str] = Counter()
-    for pool in pools:
-        for home, count in zip(homes[pool.name], pool.nodes, strict=True):
-            there[home] += count
-    return {
-        pool.name: [there[home] for home, count in zip(homes[pool.name], pool.nodes, strict=True) for _ in range(count)]
-        for pool in pools
-    }
+def shares(pools: Sequence[ResourcePool], homes: Mapping[str, Sequence[str]]) -> dict[str, list[Share]]:
+    """By pool, of each rank: which of its machine's workers it is."""
+    ranks = [
+        (pool.name, home) for pool in pools for home, n in zip(homes[pool.name], pool.nodes, strict=True) for _ in range(n)
+    ]
+    there, dealt = Counter(home for _, home in ranks), Counter[str]()
+    found: dict[str, list[Share]] = {pool.name: [] for pool in pools}
+    for pool, home in ranks:
+        found[pool].append(Share(dealt[home], there[home]))
+        dealt[home] += 1
+    return found
 
 
 class WorkerGroup:

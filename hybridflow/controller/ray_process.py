@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError
 from torch._C._distributed_c10d import TCPStore
 
+from hybridflow.controller.cores import Share, stay
 from hybridflow.controller.manifest import Manifest, Output, describe, weights
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
@@ -54,14 +55,14 @@ def lane(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process needs to know of the run and of itself. ``neighbours``: workers on its machine, itself included, which
-    share the cores unless ``threads`` says how many threads each has."""
+    """What a process needs to know of the run and of itself. ``share``: of its machine's cores, unless ``threads`` says how
+    many threads it has."""
 
     pool: str
     rank: int
     size: int
     threads: int
-    neighbours: int
+    share: Share
     folder: str
     timeout_s: float
     loopback: bool
@@ -185,7 +186,8 @@ class Process:
 
     def join(self, address: tuple[str, int] | None, peers: Mapping[tuple[str, int], Any]) -> int:
         """Meet the other processes of the pool, if there are any; the process's id."""
-        torch.set_num_threads(self.setup.threads or max(1, (os.cpu_count() or 1) // self.setup.neighbours))
+        stay(self.setup.share)  # before the first thread of a kernel starts
+        torch.set_num_threads(self.setup.threads or self.setup.share.threads)
         self.peers = peers
         if address is not None:
             timeout = self.setup.patience

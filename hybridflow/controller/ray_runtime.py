@@ -23,10 +23,11 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from hybridflow.controller.cores import Share
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
-from hybridflow.controller.ray_group import WorkerGroup, connect, homes, neighbours, reserve
+from hybridflow.controller.ray_group import WorkerGroup, connect, homes, reserve, shares
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
@@ -89,9 +90,9 @@ class RayRuntime(KeepsState):
         self._started = connect(self.address, self.slots)
         pools = self.placement.pools
         rooms = reserve(pools, "GPU" if self.gpus else "CPU")
-        numbers = neighbours(pools, homes(rooms))
+        dealt = shares(pools, homes(rooms))
         for pool in pools:
-            setups = [self._setup(pool, rank, number) for rank, number in enumerate(numbers[pool.name])]
+            setups = [self._setup(pool, rank, share) for rank, share in enumerate(dealt[pool.name])]
             self.groups[pool.name] = WorkerGroup(pool, rooms[pool.name], setups, self.gpus)
         groups = self.groups.values()
         addresses = {group.pool.name: group.listen() for group in groups}
@@ -101,13 +102,13 @@ class RayRuntime(KeepsState):
                 self._track(reference, _Task("", "start", group, rank, _ignore))
         self.ready()
 
-    def _setup(self, pool: ResourcePool, rank: int, neighbours: int) -> Setup:
+    def _setup(self, pool: ResourcePool, rank: int, share: Share) -> Setup:
         return Setup(
             pool.name,
             rank,
             pool.size,
             threads=self.threads,
-            neighbours=neighbours,
+            share=share,
             folder=os.getcwd(),
             timeout_s=self.timeout_s,
             loopback=self.address is None,

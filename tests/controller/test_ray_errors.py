@@ -14,6 +14,7 @@ import pytest
 from ray_workers import Maker, Troubled, role
 
 from hybridflow.controller import ray_group
+from hybridflow.controller.cores import Share
 from hybridflow.controller.manifest import describe
 from hybridflow.controller.ray_process import Call, OutputRefs, Process, Setup
 from hybridflow.controller.ray_runtime import RayRuntime
@@ -154,7 +155,7 @@ def test_a_worker_that_never_gets_ready_is_named() -> None:
     ],
 )
 def test_workers_are_held_to_what_they_declare(verb: str, writes: tuple[str, ...], message: str) -> None:
-    process = Process(Setup("p", 0, 1, threads=1, neighbours=1, folder=os.getcwd(), timeout_s=5, loopback=False))
+    process = Process(Setup("p", 0, 1, threads=1, share=Share(0, 1), folder=os.getcwd(), timeout_s=5, loopback=False))
     process.add(role("p0", Troubled), Mesh())
     refs = OutputRefs("driver", [describe(IDS, np.arange(4), 4, "", ("", 0))], {"sample_id": [IDS["sample_id"]]})
     places = Places(np.zeros(4, np.int32), np.arange(4))

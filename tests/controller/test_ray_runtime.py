@@ -16,7 +16,8 @@ from ray._private import internal_api
 from ray_workers import Copy, Maker, Sleeper, role
 
 from hybridflow.controller.actor import LinkedActor
-from hybridflow.controller.ray_group import homes, neighbours
+from hybridflow.controller.cores import Share
+from hybridflow.controller.ray_group import homes, shares
 from hybridflow.controller.ray_runtime import RayRuntime
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.columns import Lazy
@@ -59,9 +60,12 @@ def moved(pools: Pools) -> dict[str, float]:
 def test_workers_of_all_pools_share_the_cores_of_their_machine(pools: Pools) -> None:
     sizes = [group.pool for group in pools.runtime.groups.values()]
     found = homes({group.pool.name: group.room for group in pools.runtime.groups.values()})
-    assert neighbours(sizes, found) == {"three": [6] * 3, "two": [6] * 2, "one": [6]}
+    dealt = shares(sizes, found)
+    assert {name: len(dealt[name]) for name in dealt} == {"three": 3, "two": 2, "one": 1}
+    assert sorted(share for pool in dealt.values() for share in pool) == [Share(number, 6) for number in range(6)]
     spread = [ResourcePool("wide", (2, 1)), ResourcePool("narrow", (1,))]
-    assert neighbours(spread, {"wide": ["x", "y"], "narrow": ["y"]}) == {"wide": [2, 2, 2], "narrow": [2]}
+    dealt = shares(spread, {"wide": ["x", "y"], "narrow": ["y"]})
+    assert dealt == {"wide": [(0, 2), (1, 2), (0, 2)], "narrow": [(1, 2)]}
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 23])
