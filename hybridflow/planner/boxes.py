@@ -14,13 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.planner.fronts import Front, Fronts
+from hybridflow.planner.fronts import Front, Fronts, Within
 
 __all__ = ["Found", "Limits", "Placement"]
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 AT_ONCE = 1024  # boxes
+GROWTHS = (1.03, 1.1, 1.3, 2.0, 5.0, inf)
 SLACK = 1e-9  # of the cost: what is no better than that isn't looked for
 
 
@@ -59,10 +60,10 @@ class Placement:
     def __post_init__(self) -> None:
         self.prices = self.limits.prices[[*self.kinds]] if self.limits.prices.size else None
         pools = zip(self.sets, self.kinds, strict=True)
-        both = [self.fronts.bounds(roles, kind, int(self.limits.devices[kind])) for roles, kind in pools]
-        self.exactly, self.atmost = [one for one, _ in both], [one for _, one in both]
-        self.lo, self.hi = self._root()
-        self.bounds = self._bound(self.lo, self.hi)
+        self.known = [self.fronts.bounds(roles, kind, int(self.limits.devices[kind])) for roles, kind in pools]
+        self.proven = 0.0
+        self._start(inf)
+        self.least, self.most = self.lo.sum(axis=0), self.hi.sum(axis=0)  # of one box, or none
 
     @property
     def allocations(self) -> int:
@@ -74,24 +75,44 @@ class Placement:
 
     @property
     def bound(self) -> float:
-        return min(self.best.cost, float(self.bounds.min(initial=inf)))
+        return min(self.best.cost, max(self.proven, float(self.bounds.min(initial=inf))))
 
     def solve(self, limit: float = inf) -> Found:
-        """The best allocation that costs less than ``limit``, if there is time to find it."""
+        """The best allocation that costs less than ``limit``, if there is time to find it. What costs little more than the
+        bound is looked for first: then little is wanted of the pools' fronts, so that little has to be worked out."""
+        start = self.bound
+        for growth in GROWTHS if start < inf else ():
+            self._start(min(limit, start * growth))
+            self._search()
+            late = monotonic() >= self.limits.until
+            if late or self.best.cost < inf or start * growth >= limit:
+                break
+            self.proven = max(self.proven, start * growth)
+        return self.best._replace(bound=self.bound)
+
+    def _start(self, limit: float) -> None:
+        """Look for what costs less than ``limit``."""
+        self.limit = limit
+        self.exactly = [one.copy() for one in self.known]
+        self.atmost = [np.minimum.accumulate(one, axis=0) for one in self.known]
+        self.fresh = [np.ones(len(one), bool) for one in self.known]
+        self.lo, self.hi = self._root()
+        self.bounds = self._bound(self.lo, self.hi)
+
+    def _search(self) -> None:
         if len(self.lo):
-            self._try(self._guess(self.lo[0], self.hi[0]), limit)
-        while self._prune(min(limit, self.best.cost)) and monotonic() < self.limits.until:
+            self._try(self._guess(self.lo[0], self.hi[0]))
+        while self._prune() and monotonic() < self.limits.until:
             first = int(np.argmin(self.bounds))
             self._sharpen(self.hi[first])
             now = float(self._bound(self.lo[first : first + 1], self.hi[first : first + 1])[0])
             if now > self.bounds[first]:
                 self.bounds[first] = now
             elif (self.lo[first] == self.hi[first]).all():
-                self._try(self.lo[first], limit)
+                self._try(self.lo[first])
                 self.bounds[first] = inf
             else:
                 self._split()
-        return self.best._replace(bound=self.bound)
 
     # -------------------------------------------------------------------------------------------------------------- boxes
 
@@ -129,9 +150,9 @@ class Placement:
         seconds: Array = slowest.sum(axis=1)
         return seconds if self.prices is None else seconds * (lo @ self.prices) / 3600
 
-    def _prune(self, limit: float) -> bool:
+    def _prune(self) -> bool:
         """Whether boxes are left that could cost less."""
-        alive = self.bounds < limit * (1 - SLACK)
+        alive = self.bounds < min(self.limit, self.best.cost) * (1 - SLACK)
         self.lo, self.hi, self.bounds = self.lo[alive], self.hi[alive], self.bounds[alive]
         return bool(alive.any())
 
@@ -153,8 +174,27 @@ class Placement:
 
     def _sharpen(self, devices: Indices) -> None:
         """Work out what the pools can really do with so many devices: their bounds grow there and below."""
-        for roles, kind, number in zip(self.sets, self.kinds, devices, strict=True):
-            self.fronts.upto(roles, kind, int(number))
+        for pool, number in enumerate(devices):
+            if self.fresh[pool][number]:
+                self.fresh[pool][number] = False
+                least = self._front(pool, number).seconds.min(axis=0, initial=inf)
+                np.maximum(self.atmost[pool][: number + 1], least, out=self.atmost[pool][: number + 1])
+
+    def _front(self, pool: int, devices: int, exact: bool = False) -> Front:
+        """What a pool can do with at most, or exactly, so many devices, as far as it can matter to any allocation."""
+        roles, kind, within = self.sets[pool], self.kinds[pool], self._within(pool, devices if exact else self.least[pool])
+        if exact:
+            return self.fronts.exact(roles, kind, devices, within)
+        return self.fronts.upto(roles, kind, devices, within, self.known[pool])
+
+    def _within(self, pool: int, least: int) -> Within:
+        """What is left for a pool of ``least`` devices or more by what the others take at least in time and price."""
+        others = [number for number in range(len(self.sets)) if number != pool]
+        floor = np.max([self.limits.driver, *(self.atmost[other][self.most[other]] for other in others)], axis=0)
+        limit = min(self.limit, self.best.cost)
+        if self.prices is not None:
+            limit *= 3600 / (least * self.prices[pool] + sum(self.least[other] * self.prices[other] for other in others))
+        return Within(limit, floor)
 
     # -------------------------------------------------------------------------------------------------------- allocations
 
@@ -179,16 +219,14 @@ class Placement:
         )
         return np.asarray((used <= self.limits.devices).all(axis=1) & (tries > 0).all(axis=1))
 
-    def _try(self, devices: Indices, limit: float) -> None:
+    def _try(self, devices: Indices) -> None:
         """The best ways to use an allocation: one of each pool's front."""
-        known = self.fronts.upto if self.prices is None else self.fronts.exact
-        pools = zip(self.sets, self.kinds, devices, strict=True)
-        fronts = tuple(known(roles, kind, int(number)) for roles, kind, number in pools)
+        fronts = tuple(self._front(pool, int(n), self.prices is not None) for pool, n in enumerate(devices))
         self.best = self.best._replace(evaluated=self.best.evaluated + 1)
         if not all(len(front.devices) for front in fronts):
             return
         scale = 1.0 if self.prices is None else float(devices @ self.prices) / 3600
-        picked = _together(fronts, self.limits.driver, min(limit, self.best.cost) / scale)
+        picked = _together(fronts, self.limits.driver, min(self.limit, self.best.cost) / scale)
         if picked is not None:
             self.best = self.best._replace(cost=picked[0] * scale, fronts=fronts, picks=picked[1])
 

@@ -24,6 +24,7 @@ from hybridflow.planner.cost import CostModel, Estimate
 from hybridflow.planner.fronts import Fronts
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Pool, Schedule, Strategy
+from hybridflow.planner.ways import Ways
 
 __all__ = ["Candidate", "Objective", "Result", "pool_seconds", "search", "set_partitions", "stage_seconds", "step_seconds"]
 
@@ -174,7 +175,7 @@ class _Space:
             self.machines += [] if machine in self.machines else [machine]
         self.devices = [sum(n * one.devices for n, one in cluster.machines if one == machine) for machine in self.machines]
         stages = graph.stages if schedule == "sync" else dict.fromkeys(graph.stages, 0)
-        self.fronts = Fronts(graph, cost, stages, self.machines)
+        self.fronts = Fronts(Ways(graph, cost, stages, self.machines))
         self.limits = Limits(np.array(self.devices), self._prices(), self._driver(stages), until)
 
     def _prices(self) -> Array:
@@ -257,7 +258,7 @@ class _Space:
         total = sum(self.devices)
         if len(self.machines) > 1:
             return f"doesn't fit into the memory of {total} devices"
-        least = [self.fronts.least(roles, 0, total) for roles in sets]
+        least = [self._first(roles, 0, total) for roles in sets]
         for roles, number in zip(sets, least, strict=True):
             if number is None:
                 return f"{', '.join(roles)} together don't fit into the memory of all {total} devices"
@@ -281,11 +282,15 @@ class _Space:
         who = f"{', '.join(sorted(never))}, even alone" if never else "the roles together"
         return f"no mapping fits into the memory of {have}, nor of {LARGEST} such devices: {who}; take larger devices"
 
+    def _first(self, roles: tuple[str, ...], kind: int, limit: int, start: int = 1) -> int | None:
+        """The smallest number of devices that the roles fit on, up to a limit (Algorithm 1's get_min_alloc)."""
+        return next((n for n in range(start, limit + 1) if self.fronts.fits(roles, kind, n)), None)
+
     def _least(self, roles: tuple[str, ...], kind: int) -> float:
         """How many devices they need, on any number of machines."""
         total = self.machines[kind].devices
         while total <= LARGEST:
-            if (least := self.fronts.least(roles, kind, total, total // 2 + 1)) is not None:
+            if (least := self._first(roles, kind, total, total // 2 + 1)) is not None:
                 return least
             total *= 2
         return inf
