@@ -5,6 +5,7 @@ on the command line are found by the same check and reported together, with the 
 """
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hybridflow.core.errors import ConfigError
 
-__all__ = ["Config", "apply_overrides", "keys", "parse", "read_toml", "to_toml"]
+__all__ = ["Config", "apply_overrides", "keys", "parse", "read_toml", "to_toml", "toml_key", "toml_value"]
 
 C = TypeVar("C", bound="Config")
 
@@ -96,19 +97,27 @@ def _sections(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         yield f"\n[{'.'.join(path)}]"
     for key, value in data.items():
         if value is not None and not isinstance(value, dict):
-            yield f"{key} = {_toml(value)}"
+            yield f"{key} = {toml_value(value)}"
     for key, value in data.items():
         if isinstance(value, dict):
             yield from _sections(value, (*path, key))
 
 
-def _toml(value: Any) -> str:
+def toml_key(key: str) -> str:
+    """Bare if it may be."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML in one line; tables are inline."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{toml_key(key)} = {toml_value(inner)}' for key, inner in value.items())} }}"
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
     return f'"{escaped}"'
 
