@@ -9,30 +9,41 @@ A graph comes from the trace of the run's own program, so any algorithm on text 
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
+from pathlib import Path
 from typing import Any, cast
 
 from hybridflow.build_plan import stage_of
 from hybridflow.build_trace import held, traced
-from hybridflow.config import RunConfig
+from hybridflow.config import RunConfig, TrainedMeshConfig, load_config, section_of, validate
+from hybridflow.config_runtime import FOLLOWS
 from hybridflow.controller.trace_runtime import TraceRuntime
 from hybridflow.core.batch import Batch
+from hybridflow.core.config import read_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.fields import FIELDS
+from hybridflow.core.files import write_whole
 from hybridflow.core.graph import Call
+from hybridflow.core.placement import ResourcePool
 from hybridflow.core.roles import Kind, Role
+from hybridflow.core.toml_edit import edit_toml
+from hybridflow.planner.cluster import Cluster, Machine
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
+from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
 from hybridflow.planner.sizes import ModelSize
 from hybridflow.workers.parts import WHOLE
 
-__all__ = ["task_graph"]
+__all__ = ["mapping_of", "task_graph", "write", "written"]
 
 
 def task_graph(config: RunConfig, response_tokens: float | None = None) -> TaskGraph:
     """What a step of the run does, for a planner. No weights are read; mistakes in data and models are told as a run tells
-    them. Microbatches and recomputing are left to the planner unless ``train.token_budget`` is set.
+    them. Microbatches and recomputing of a role are left to the planner unless a ``token_budget`` is set.
 
     ``response_tokens``: mean length of a response; the longest that is allowed if None.
     """
@@ -119,7 +130,7 @@ def _model_role(config: RunConfig, role: Role[Any]) -> ModelRole | None:
         size,
         stage.head,
         stage.itemsize,
-        token_budget=budget if "token_budget" in config.train.model_fields_set else None,
+        token_budget=budget if _is_given(config, role.name) else None,
     )
     if "optimizer" not in args:
         return found
@@ -133,3 +144,188 @@ def _model_role(config: RunConfig, role: Role[Any]) -> ModelRole | None:
         trains_head=stage.trains_head,
         recompute=stage.checkpointing,
     )
+
+
+def _is_given(config: RunConfig, role: str) -> bool:
+    """Whether the file says how large microbatches of a role are."""
+    return "token_budget" in config.train.model_fields_set or config.model_sections[role].token_budget is not None
+
+
+# ------------------------------------------------------------------------------------------- what a configuration says
+
+
+def mapping_of(config: RunConfig, cluster: Cluster, graph: TaskGraph | None = None) -> DeviceMapping:
+    """Where the configuration puts the roles of its ``graph``, on the first machines of the cluster that have room. In one
+    process everything is on one device. ConfigError: there is no room, or it uses what a planner doesn't know."""
+    if problems := [*_unknown(config)]:
+        raise ConfigError(problems)
+    graph = task_graph(config) if graph is None else graph
+    placed, names = config.placed, [role.name for role in graph.roles]
+    there = {pool.name: tuple(name for name in names if placed.pool_of(name) == pool) for pool in placed.pools}
+    machines = _machines([pool for pool in placed.pools if there[pool.name]], cluster)
+    pools = tuple(Pool(pool.name, machine, pool.size, there[pool.name]) for pool, machine in machines)
+    return DeviceMapping(pools, {role.name: _strategy(config, role, graph) for role in graph.roles})
+
+
+def _unknown(config: RunConfig) -> Iterator[str]:
+    """What a planner counts otherwise than a run would do it."""
+    for role, section in config.model_sections.items():
+        axes = {"cp": 1, "chunks": 1, "shard_ranks": 0}
+        for axis in (name for name, plain in axes.items() if getattr(section.mesh, name, plain) != plain):
+            value = getattr(section.mesh, axis)
+            yield f"{section_of(role)}.mesh.{axis} = {value}: a planner knows tp, pp and shard only; leave it out"
+    if config.placement.offload and config.runtime.kind == "ray":
+        yield "placement.offload: a planner keeps the weights of all roles in memory; leave it out"
+    if config.generation.engine != "hybridflow" and "sampler" in config.roles():
+        yield f'generation.engine = {config.generation.engine!r}: a planner knows "hybridflow" only'
+
+
+def _machines(pools: Sequence[ResourcePool], cluster: Cluster) -> Iterator[tuple[ResourcePool, Machine]]:
+    """Of each pool."""
+    left = [number * machine.devices for number, machine in cluster.machines]
+    for pool in pools:
+        fits = [max(pool.nodes) <= machine.devices for _, machine in cluster.machines]
+        kind = next((n for n, room in enumerate(left) if fits[n] and room >= pool.size), None)
+        if kind is None:
+            sizes = " + ".join(f"{number}x{machine.devices}" for number, machine in cluster.machines)
+            shown = pool.nodes[0] if len(pool.nodes) == 1 else [*pool.nodes]
+            hint = "" if any(fits) else "; give a list with its workers on each machine"
+            raise ConfigError([f"placement.pools.{pool.name} = {shown}: there is no room on {sizes} devices{hint}"])
+        left[kind] -= pool.size
+        yield pool, cluster.machines[kind][1]
+
+
+def _strategy(config: RunConfig, role: ModelRole, graph: TaskGraph) -> Strategy:
+    mesh = config.placed.mesh_of(role.name, None)
+    if role.weights_of:
+        mesh = mesh.while_generating
+        return Strategy(mesh.pp, mesh.tp, mesh.dp)
+    section = config.model_sections[role.name]
+    shard = section.mesh.shard if isinstance(section.mesh, TrainedMeshConfig) and role.trained else "none"
+    rows = max(1, config.token_budget_of(section) // _longest(role.name, graph))
+    return Strategy(mesh.pp, mesh.tp, mesh.dp, shard, role.recompute, rows)
+
+
+def _longest(role: str, graph: TaskGraph) -> int:
+    """Mean tokens of a row in that of a role's tasks where they are longest."""
+    return max((ceil(task.prompt + task.response) for task in graph.tasks if task.role == role), default=1) or 1
+
+
+# ------------------------------------------------------------------------------------------------ what a planner wants
+
+
+def write(path: Path, mapping: DeviceMapping) -> None:
+    """``written`` into the file itself."""
+    write_whole(path, written(path, mapping).encode())
+
+
+def written(path: Path, mapping: DeviceMapping) -> str:
+    """The text of the configuration at ``path`` with the ``mapping`` in its [runtime], [placement] and meshes, and
+    recomputing and microbatches of roles that left them open; all else stays. ConfigError: a run can't be mapped so."""
+    config = load_config(path)
+    graph = task_graph(config)
+    if problems := [f"{path}: {problem}" for problem in _impossible(mapping, graph)]:
+        raise ConfigError(problems)
+    keys = [*_runtime_keys(config, mapping), *_placement_keys(config, mapping)]
+    for role in graph.roles:
+        keys += _role_keys(config, role, mapping.strategies[role.name], _longest(role.name, graph))
+    data = read_toml(path)
+    values = {key: value for key, value, default in keys if value != default or _is_set(data, key)}
+    try:
+        text = edit_toml(path.read_bytes().decode(), values, [("placement", "pools"), ("placement", "roles")])
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
+    validate(tomllib.loads(text), str(path))
+    return text
+
+
+Keys = Iterator[tuple[tuple[str, ...], Any, Any]]
+"""(path of a key, value, default); None: no value"""
+
+
+def _is_set(data: Any, key: tuple[str, ...]) -> bool:
+    for name in key:
+        if not isinstance(data, dict) or name not in data:
+            return False
+        data = data[name]
+    return True
+
+
+def _runtime_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
+    """Several machines are a Ray cluster that is there; a Ray that is started here needs room."""
+    yield ("runtime", "kind"), "ray", "local"
+    total, machine, given = sum(pool.devices for pool in mapping.pools), mapping.pools[0].machine, config.runtime
+    several = total > machine.devices or any(pool.machine != machine for pool in mapping.pools)
+    if several and given.address is None:
+        yield ("runtime", "address"), "auto", None
+        yield ("runtime", "slots"), None, None
+    elif 0 < given.slots < total:
+        yield ("runtime", "slots"), total, 0
+
+
+def _placement_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
+    for pool in mapping.pools:
+        full, rest = divmod(pool.devices, pool.machine.devices)
+        nodes = [pool.machine.devices] * full + [rest] * (rest > 0)
+        yield ("placement", "pools", pool.name), nodes[0] if len(nodes) == 1 else nodes, None
+    yield ("placement", "offload"), None, None
+    if len(mapping.pools) == 1:
+        return
+    pools = {role: pool.name for pool in mapping.pools for role in pool.roles}
+    for role, name in pools.items():
+        if pools.get(FOLLOWS.get(role, "")) != name:
+            yield ("placement", "roles", role), name, None
+    near = pools.get("sampler", mapping.pools[0].name)  # functions score what is drawn there
+    for role, certain in config.roles().items():
+        if certain and role not in FOLLOWS and role not in pools:
+            yield ("placement", "roles", role), near, None
+
+
+def _role_keys(config: RunConfig, role: ModelRole, strategy: Strategy, longest: int) -> Keys:
+    section = "actor" if role.weights_of else section_of(role.name)
+    mesh = section, "generation_mesh" if role.weights_of else "mesh"
+    yield (*mesh, "tp"), strategy.tp, 1
+    yield (*mesh, "pp"), strategy.pp, 1
+    if role.weights_of:
+        return
+    yield from (((*mesh, axis), None, None) for axis in ("cp", "chunks", "shard_ranks"))
+    if role.trained:
+        yield (*mesh, "shard"), strategy.shard, "none"
+        yield (*mesh, "sequence_parallel"), strategy.tp > 1, False
+    if role.token_budget is None:
+        yield (section, "token_budget"), strategy.rows * longest, None
+        if role.trained:
+            yield (section, "activation_checkpointing"), strategy.recompute, False
+
+
+def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
+    """What no configuration says."""
+    if mapping.schedule != "sync":
+        yield f'schedule = "{mapping.schedule}": a run generates and learns by turns'
+    if mapping.reshard not in ("hybridflow", "publish"):
+        yield f'weights by "{mapping.reshard}": a run keeps them in place or publishes them'
+    if not mapping.kv_cache:
+        yield "generation without a cache: a run has one"
+    roles = [role.name for role in graph.roles]
+    placed = Counter(role for pool in mapping.pools for role in pool.roles)
+    for role in dict.fromkeys((*roles, *placed)):
+        if role not in roles or placed[role] != 1:
+            found = f"is on {placed[role]} pools" if role in roles else "is placed"
+            yield f"{role} {found}; expected each of {', '.join(roles)} on one"
+            return
+    yield from (problem for pool in mapping.pools for problem in _unlike(mapping, pool, graph))
+    strategies = mapping.strategies
+    for role in (name for name in roles if section_of(name) != name):
+        if strategies[role] != strategies[section_of(role)]:
+            yield f"{role} is cut otherwise than {section_of(role)}, whose section it has"
+
+
+def _unlike(mapping: DeviceMapping, pool: Pool, graph: TaskGraph) -> Iterator[str]:
+    if not re.fullmatch(r"[\w-]+", pool.name):
+        yield f"pool {pool.name!r}: expected a name of letters, digits, - and _"
+    for role in (role for role in graph.roles if role.name in pool.roles):
+        strategy = mapping.strategies[role.name]
+        if strategy.devices != pool.devices:
+            yield f"{role.name} has {strategy.devices} of the {pool.devices} devices of its pool; a run uses all of them"
+        if strategy.shard != "none" and not role.trained:
+            yield f"{role.name} is sharded by {strategy.shard}; a run shards what it trains"

@@ -94,7 +94,8 @@ class PairParts:
         """The first policy, frozen."""
         source = source_like_actor(self.config.reference, self.config, self.decoder, self.tokenizer.vocab_size)
         networks = text_networks(partial(policy_networks, source, 1.0), "policy", source.name)
-        args = {"networks": networks, "token_budget": self.config.train.token_budget, "sampled": False}
+        budget = self.config.token_budget_of(self.config.reference)
+        args = {"networks": networks, "token_budget": budget, "sampled": False}
         return self.runtime.role(Role("reference", ModelScorer, args, {"log_probs": "ref_log_probs"}))
 
     def export(self, folder: Path) -> None:

@@ -155,17 +155,18 @@ class TextParts:
         needs_reward = "teacher" not in self.config.sections()
         scorers: list[Scorer] = [self.reward] if needs_reward or self.has_reward else []
         if self.config.needs_reference:
-            scorers.append(self._frozen("reference", self._like_actor(self.config.reference), "ref_log_probs"))
+            scorers.append(self._frozen("reference", self.config.reference, "ref_log_probs"))
         return scorers
 
     def teacher(self) -> Scorer:
         """The model that is distilled."""
-        return self._frozen("teacher", self._like_actor(self.config.teacher), "teacher_log_probs")
+        return self._frozen("teacher", self.config.teacher, "teacher_log_probs")
 
-    def _frozen(self, name: str, source: DecoderSource, writes: str) -> Scorer:
+    def _frozen(self, name: str, section: ModelConfig, writes: str) -> Scorer:
+        source = self._like_actor(section)
         build = partial(policy_networks, source, self.config.generation.temperature)
         networks = text_networks(build, "policy", source.name)
-        args = {"networks": networks, "token_budget": self.config.train.token_budget}
+        args = {"networks": networks, "token_budget": self.config.token_budget_of(section)}
         return self.runtime.role(Role(name, ModelScorer, args, {"log_probs": writes}))
 
     def demonstrations(self) -> Callable[[int], Batch]:
@@ -206,7 +207,7 @@ class TextParts:
             folder = reward_folder(f"{name}.model", section.model, self.tokenizer)
             build = partial(reward_networks, folder, self.decoder.dtype, self.decoder.device)
             networks = text_networks(build, "reward", section.model)
-            of_model = {"networks": networks, "token_budget": self.config.train.token_budget}
+            of_model = {"networks": networks, "token_budget": self.config.token_budget_of(section)}
             of_model["end_tokens"] = self.tokenizer.eos_token_ids
             return self.runtime.role(Role(name, RewardModelScorer, of_model, rename))
         if not specs:

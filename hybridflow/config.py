@@ -105,6 +105,8 @@ class ModelConfig(Config):
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
     dtype: Literal["float32", "bfloat16"] | None = None
     """of weights and activations; left out, the actor's, whose own is float32; the optimizer keeps float32 masters"""
+    token_budget: int | None = Field(None, gt=0)
+    """as train.token_budget, of this model; left out, that one"""
     mesh: MeshConfig = MeshConfig()
 
 
@@ -352,12 +354,16 @@ class RunConfig(Config):
         section: Config = getattr(self, self.algorithm)
         return section
 
+    def token_budget_of(self, model: ModelConfig | ScorerConfig) -> int:
+        """What the ``token_budget`` of a section comes to."""
+        return model.token_budget or self.train.token_budget
+
     def learner_args(self, model: TrainedConfig) -> dict[str, Any]:
         """Arguments of the learner of ``model``; its learning rate schedule spans the whole run."""
         train = self.train
         return {
             "optimizer": model.optimizer,
-            "plan": UpdatePlan(train.minibatches, train.epochs, train.token_budget),
+            "plan": UpdatePlan(train.minibatches, train.epochs, self.token_budget_of(model)),
             "total_steps": train.steps * train.updates_per_step * train.minibatches * train.epochs,
             "seed": self.seed,
             "shard": model.mesh.shard,
@@ -437,6 +443,8 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
     for name, scorer in (("reward", config.reward), ("cost", config.cost)):
         if scorer.model is None and scorer.mesh != MeshConfig():
             yield f"{name}.mesh: functions aren't cut; remove it, or set {name}.model to a reward model"
+        if scorer.model is None and scorer.token_budget is not None:
+            yield f"{name}.token_budget: functions have no microbatches; remove it, or set {name}.model to a reward model"
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
         yield from problems or dict.fromkeys((*_cut_conflicts(config), *_shard_ranks_conflicts(config)))

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from hybridflow.core.config import Config
 from hybridflow.core.placement import Placement, ResourcePool
 
-__all__ = ["PlacementConfig", "RuntimeConfig"]
+__all__ = ["FOLLOWS", "PlacementConfig", "RuntimeConfig"]
 
 # Roles that are where another one is, unless they are placed.
 FOLLOWS = {

@@ -69,6 +69,8 @@ class ScorerConfig(Config):
     model: str | None = None
     """instead of functions: a reward model with the actor's tokenizer, a Hugging Face folder such as runs/reward/model; a
     task's own reward still scores evaluations"""
+    token_budget: int | None = Field(None, gt=0)
+    """as train.token_budget, of a reward model; left out, that one"""
     mesh: MeshConfig = MeshConfig()
 
     @model_validator(mode="after")
