@@ -28,8 +28,8 @@ from hybridflow.telemetry.timeline import Timeline
 
 __all__ = ["Files", "Problem", "Request", "plan_mapping", "problem_of"]
 
-STEPS = 3
-"""that are simulated"""
+STEPS, SHOWN = 12, 3
+"""that are simulated, and of which picture and timeline have the first"""
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,11 @@ def _written(path: Path, write: Callable[[Path], object]) -> None:
 def _page(problem: Problem, picked: Picked) -> str:
     told = {told.title: (told.note, told.rows) for told in tables(picked)}
     said = " ".join([problem.headline, *verdict(picked)])
-    return gantt_page("Device mapping", said, [*lanes(picked)], picked.simulation.steps, told)
+    return gantt_page("Device mapping", said, [*lanes(picked)], picked.simulation.steps[:SHOWN], told)
 
 
 def _timeline(path: Path, picked: Picked) -> None:
     path.unlink(missing_ok=True)
     with Timeline(path, process="simulation") as timeline:
-        for step, spans in enumerate(picked.simulation.steps, 1):
+        for step, spans in enumerate(picked.simulation.steps[:SHOWN], 1):
             timeline.add(step, spans)

@@ -20,6 +20,7 @@ from hybridflow.telemetry.graph_tables import memory
 __all__ = ["Picked", "data", "headline", "lanes", "tables", "told_cost", "told_pools", "verdict"]
 
 Rows = list[tuple[str, ...]]
+DTYPES = {2: "bfloat16", 4: "float32"}
 RUNNERS = 5
 """that are shown"""
 
@@ -55,10 +56,10 @@ def headline(algorithm: str, graph: TaskGraph, cluster: Cluster) -> str:
     drawn = [task for task in graph.tasks if task.kind == "generate"]
     task = (drawn or [max(graph.tasks, key=lambda task: task.tokens)])[0]
     lengths = f"{task.prompt:,.0f} + {task.response:,.0f} tokens" if drawn else f"{task.prompt + task.response:,.0f} tokens"
-    vary = f", responses varying by {task.deviation:,.0f}" if task.deviation else ""
-    models = ", ".join(dict.fromkeys(role.size.name for role in graph.roles))
+    vary = f", responses deviating by {task.deviation:,.0f}" if task.deviation else ""
+    models = ", ".join(dict.fromkeys(f"{role.size.name} in {DTYPES[role.itemsize]}" for role in graph.roles))
     machines = " and ".join(f"{number} x {machine.devices} {machine.device.name}" for number, machine in cluster.machines)
-    return f"{algorithm} of {models} on {machines}. A step is {task.rows:,} rows of {lengths}{vary}."
+    return f"{algorithm} with {models} on {machines}. A step is {task.rows:,} rows of {lengths}{vary}."
 
 
 def verdict(picked: Picked) -> Iterator[str]:
@@ -70,12 +71,17 @@ def verdict(picked: Picked) -> Iterator[str]:
     yield f"{speed}, {result.tokens_per_second / used:,.0f} on each of {used} devices{cost}."
     simulated = picked.simulation.step_s
     if abs(simulated / result.best.seconds - 1) > 0.01:
-        yield f"Simulated over several steps, with lengths that are drawn: {simulated:.4g} s a step."
-    looked = f"{result.placements:,} placements with {result.allocations:,} allocations"
-    if result.optimal:
-        yield f"Of {looked} none is faster."
+        yield f"Simulated over several steps, with waits and with lengths that are drawn: {simulated:.4g} s a step."
+    if result.placements == result.allocations == 1:
+        yield "There is no other placement."
+    elif result.optimal:
+        yield f"The best of {result.placements:,} placements with {result.allocations:,} allocations."
     else:
-        yield f"Of {looked} some weren't looked at; none saves more than {1 - result.bound / result.best.cost:.0%}."
+        yield f"Not all of {result.placements:,} placements were looked at; none saves more than {_gap(result):.0%}."
+
+
+def _gap(result: Result) -> float:
+    return 1 - result.bound / result.best.cost
 
 
 def told_cost(result: Result) -> str:
@@ -163,11 +169,12 @@ def _made_of(estimate: Estimate) -> str:
 
 
 def _runners(result: Result) -> Told:
-    rows: Rows = [("placement", "on", "slower", "why")]
+    rows: Rows = [("placement", "devices", "seconds", "slower", "why")]
     for candidate in [one for one in result.runners_up if one.mapping is not None][:RUNNERS]:
         slower = f"{candidate.seconds / result.best.seconds - 1:+.1%}"
-        rows.append((*told_pools(candidate), slower, candidate.loses))
-    return Told("Runners-up", "The next best placements, each with its best devices and cuts.", rows, ("slower",))
+        rows.append((*told_pools(candidate), f"{candidate.seconds:.4g}", slower, candidate.loses))
+    note = "The next best placements, each with its best devices and cuts."
+    return Told("Runners-up", note, rows, ("seconds", "slower"))
 
 
 def told_pools(candidate: Candidate) -> tuple[str, str]:

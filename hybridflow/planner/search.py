@@ -215,7 +215,7 @@ class _Space:
             for front, pick in zip(found.fronts, found.picks, strict=True)
         ]
         pools = tuple(
-            Pool(roles[0] if len(placement) > 1 else "main", self.machines[kind], devices, roles)
+            Pool(self._name(roles) if len(placement) > 1 else "main", self.machines[kind], devices, roles)
             for roles, kind, (_, devices) in zip(chosen.sets, chosen.kinds, ways, strict=True)
         )
         strategies: dict[str, Strategy] = {}
@@ -227,6 +227,10 @@ class _Space:
         price = seconds / 3600 * sum(pool.devices * pool.machine.device.price for pool in pools)
         return Candidate(placement, mapping, times, seconds, price, found.cost, bound)
 
+    def _name(self, roles: tuple[str, ...]) -> str:
+        """Of a pool: its first role that is trained, if any is."""
+        return next((role.name for role in self.graph.roles if role.name in roles and role.trained), roles[0])
+
     # ------------------------------------------------------------------------------------------------------------- words
 
     def explained(self, one: Candidate, best: Candidate) -> Candidate:
@@ -235,24 +239,30 @@ class _Space:
             late = f"there was no time to look at it; it costs {one.bound:.4g} or more"
             return replace(one, loses=self._too_small(one.placement) if isinf(one.bound) else late)
         if self.objective == "price":
-            return replace(
-                one, loses=f"costs {one.price:.4g} a step instead of {best.price:.4g}; " + self._slower(one, best)
-            )
+            dearer = f"costs {one.price:.4g} a step instead of {best.price:.4g}; "
+            return replace(one, loses=dearer + self._slower(one, best))
         return replace(one, loses=self._slower(one, best))
 
     def _slower(self, one: Candidate, best: Candidate) -> str:
-        assert one.pools is not None
+        """What makes it slow: the stage that loses most, or the pool that takes longest if stages don't wait."""
+        assert one.pools is not None and one.mapping is not None
         times = one.pools
-        whole = f"{one.seconds:.4g} s a step instead of {best.seconds:.4g}: "
         if self.schedule == "async":
-            pool = max(times, key=lambda name: sum(times[name]))
-            return f"{whole}pool {pool} takes longest"
-        stage = int(np.argmax(np.subtract(one.stages, best.stages)))
-        pool = max(times, key=lambda name: times[name][stage])
-        roles = {role.name for role in self.graph.roles}
-        tasks = [task.name for task in self.graph.tasks if self.graph.stages[task.name] == stage and task.role in roles]
-        now, then = one.stages[stage], best.stages[stage]
-        return f"{whole}{', '.join(tasks)} take {now:.4g} s instead of {then:.4g}, in pool {pool}"
+            name = max(times, key=lambda name: sum(times[name]))
+            where, stages = f"{sum(times[name]):.4g} s in each step", range(len(times[name]))
+        else:
+            stage = int(np.argmax(np.subtract(one.stages, best.stages)))
+            name = max(times, key=lambda name: times[name][stage])
+            where = f"{one.stages[stage]:.4g} s instead of {best.stages[stage]:.4g} in stage {stage + 1}"
+            stages = range(stage, stage + 1)
+        pool = next((pool for pool in one.mapping.pools if pool.name == name), None)
+        roles = [role.name for role in self.graph.roles]
+        there = [
+            task.name
+            for task in self.graph.tasks
+            if self.graph.stages[task.name] in stages and (task.role in pool.roles if pool else task.role not in roles)
+        ]
+        return f"{where}: {', '.join(there)} on {f'{pool.devices} devices' if pool else 'the driver'}"
 
     def _too_small(self, sets: Sets) -> str:
         total = sum(self.devices)

@@ -1,9 +1,11 @@
 """A device mapping at work: who runs, pulls and waits when, over several steps, as the spans that real runs write.
 
-A task starts when all that it reads is there and its pool is free; a pool takes its tasks stage by stage, in the order of
-the program. "sync": a step starts when the one before is done, for rollouts need its weights; "async": when the last but
-one is, one step stale. Replicas of a sampler draw responses of different lengths, so they end at different times, and the
-pool goes on when the slowest is done, which in the mean of many steps takes what was estimated.
+A task starts when all that it reads is there and its pool is free. "sync": a step starts when the one before is done, for
+rollouts need its weights, and a pool takes its tasks stage by stage, in the order of the program. "async": when the last
+but one is, one step stale, and a pool takes what is ready, of the oldest step first.
+
+Replicas of a sampler draw responses of different lengths, so they end at different times, and the pool goes on when the
+slowest is done, which in the mean of many steps takes what was estimated.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from hybridflow.planner.mapping import DeviceMapping, Strategy
 
 __all__ = ["Simulation", "simulate"]
 
-STALE = {"sync": 1, "async": 2}
-"""of the steps before, the last that must be done"""
+BEHIND = {"sync": 1, "async": 2}
+"""a step starts when the one so many before it is done"""
 DRAWS = 32
 DRIVER = ""
 WAITS = ("queue", "transfer")
@@ -43,42 +45,73 @@ class Simulation:
     ends: tuple[float, ...]
 
     @property
+    def late(self) -> int:
+        """The first step that counts: in half of them, what runs side by side has found its rhythm."""
+        return len(self.ends) // 2 if len(self.ends) > 1 else 0
+
+    @property
     def step_s(self) -> float:
-        """Of a step in the mean, without the first, before which nothing runs."""
-        if len(self.ends) == 1:
-            return self.ends[0]
-        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        """Of a step, in the mean of the later half."""
+        start = self.ends[self.late - 1] if self.late else 0.0
+        return (self.ends[-1] - start) / (len(self.ends) - self.late)
 
     def utilisation(self, pool: str) -> float:
-        """Share of a pool's time, after the first step, in which its ranks run tasks: they neither wait nor pull."""
-        there = [[span for span in step if span.worker.rpartition("/")[0] == pool] for step in self.steps]
-        spans = [span for step in there[min(1, len(there) - 1) :] for span in step]
-        rows, steps = len({span.worker for span in spans}), max(1, len(there) - 1)
-        work = sum(span.duration_s for span in spans if span.kind not in WAITS)
-        return work / (rows * steps * self.step_s) if work else 0.0
+        """Share of a pool's time in which its ranks run tasks, and neither wait nor pull, in the later half of steps."""
+        steps = [[span for span in step if span.worker.rpartition("/")[0] == pool] for step in self.steps[self.late :]]
+        rows = len({span.worker for step in steps for span in step})
+        work = sum(span.duration_s for step in steps for span in step if span.kind not in WAITS)
+        return work / (rows * len(steps) * self.step_s) if work else 0.0
 
 
 def simulate(
     graph: TaskGraph, mapping: DeviceMapping, estimates: Mapping[str, Estimate], steps: int = 3, seed: int = 0
 ) -> Simulation:
     """``estimates`` of every task, by name. The same ``seed`` draws the same lengths of responses."""
-    order = sorted(graph.tasks, key=lambda task: graph.stages[task.name])
-    reads = {task.name: [edge.writer for edge in graph.edges if edge.reader == task.name] for task in order}
-    turns = _turns(graph, mapping)
-    slowness = {task.name: _slowness(task, mapping, steps, seed) for task in order}
-    told: list[tuple[Span, ...]] = []
-    ends: list[float] = []
-    for step in range(steps):
-        before = step - STALE[mapping.schedule]
-        issued, done, spans = (ends[before] if before >= 0 else 0.0), dict[str, float](), list[Span]()
-        for task in order:
-            ready = max((done[writer] for writer in reads[task.name]), default=issued)
+    calls, turns = _Calls(graph, mapping, steps), _turns(graph, mapping)
+    slowness = {task.name: _slowness(task, mapping, steps, seed) for task in graph.tasks}
+    told: list[list[Span]] = [[] for _ in range(steps)]
+    while calls.waiting:
+        step, task, times = calls.next(turns)
+        there = turns.get(task.role, turns[DRIVER])
+        told[step] += there.run(task, estimates[task.name], times, slowness[task.name][step])
+        calls.done[step, task.name] = there.free
+    return Simulation(tuple(map(tuple, told)), tuple(calls.end(step) for step in range(steps)))
+
+
+class _Calls:
+    """Tasks of all steps. ``waiting``: in the program's order; ``done``: when those that ran were, by step and name."""
+
+    def __init__(self, graph: TaskGraph, mapping: DeviceMapping, steps: int) -> None:
+        self.in_order, self.behind = mapping.schedule == "sync", BEHIND[mapping.schedule]
+        self.tasks = sorted(graph.tasks, key=lambda task: graph.stages[task.name])
+        self.reads = {task.name: [edge.writer for edge in graph.edges if edge.reader == task.name] for task in self.tasks}
+        self.waiting = [(step, task) for step in range(steps) for task in self.tasks]
+        self.done: dict[tuple[int, str], float] = {}
+
+    def next(self, turns: Mapping[str, _Turns]) -> tuple[int, Task, tuple[float, float]]:
+        """The call that starts first, so that none that isn't known yet could start before it, and of several the one that
+        the program makes first; with when it was issued and when all that it reads was there."""
+        found, taken = [], set[int]()
+        for step, task in self.waiting:
             there = turns.get(task.role, turns[DRIVER])
-            spans += there.run(task, estimates[task.name], (issued, ready), slowness[task.name][step])
-            done[task.name] = there.free
-        told.append(tuple(spans))
-        ends.append(max(done.values()))
-    return Simulation(tuple(told), tuple(ends))
+            if step >= self.waiting[0][0] + self.behind:
+                break
+            if id(there) not in taken and (times := self._times(step, task)) is not None:
+                found.append((max(times[1], there.free), step, task, times))
+            if self.in_order:
+                taken.add(id(there))
+        _, step, task, times = min(found, key=lambda call: call[0])
+        self.waiting.remove((step, task))
+        return step, task, times
+
+    def _times(self, step: int, task: Task) -> tuple[float, float] | None:
+        inputs = [self.done.get((step, writer)) for writer in self.reads[task.name]]
+        known = [seconds for seconds in inputs if seconds is not None]
+        issued = self.end(step - self.behind)
+        return (issued, max(known, default=issued)) if len(known) == len(inputs) else None
+
+    def end(self, step: int) -> float:
+        return max((self.done[step, task.name] for task in self.tasks), default=0.0) if step >= 0 else 0.0
 
 
 def _turns(graph: TaskGraph, mapping: DeviceMapping) -> dict[str, _Turns]:

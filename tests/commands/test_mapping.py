@@ -33,7 +33,7 @@ def test_tables_and_json_say_the_same(hybridflow: Program, ppo: Path) -> None:
     code, out, err = hybridflow("plan", ppo, *CLUSTER, *SEVEN)
     assert (code, err) == (0, "")
     plan = told(hybridflow, ppo, *CLUSTER, *SEVEN)
-    assert out.startswith("ppo of llama-7b on 1 x 8 a100-80g. A step is 256 rows of 256 + 256 tokens.\n")
+    assert out.startswith("ppo with llama-7b in bfloat16 on 1 x 8 a100-80g. A step is 256 rows of 256 + 256 tokens.\n")
     assert f"{plan['seconds']:.4g} s a step, {plan['tokens_per_second']:,.0f} tokens/s" in out
     assert plan["tokens"] == 256 * 512 and plan["tokens_per_second"] == pytest.approx(plan["tokens"] / plan["seconds"])
     assert {pool["name"] for pool in plan["pools"]} == {role["pool"] for role in plan["roles"].values()}

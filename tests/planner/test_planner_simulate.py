@@ -125,7 +125,7 @@ def test_a_pool_does_one_thing_at_a_time_and_all_of_its_work(sync: Case, stale: 
     for case in (sync, stale):
         simulation = case.simulated()
         for spans in rows_of(simulation).values():
-            for earlier, later in itertools.pairwise(spans):
+            for earlier, later in itertools.pairwise(sorted(spans, key=lambda span: (span.start_s, end(span)))):
                 assert end(earlier) <= later.start_s + 1e-9
         done: dict[str, float] = defaultdict(float)
         for span in itertools.chain(*simulation.steps):
@@ -174,6 +174,25 @@ def test_one_step_stale_rollouts_hide_behind_learning() -> None:
         4 / 8.875
     )
     assert alone.utilisation("main") == pytest.approx(8 / 8.625)
+
+
+def test_two_steps_are_in_flight_at_most() -> None:
+    """Rollout, judging and learning take turns in a chain of three pools: a step can't take less than half of it."""
+    case = rlhf("async", apart=True)
+    *_, pool = case.mapping.pools
+    pools = (Pool("judges", MACHINE, 4, (JUDGES,)), Pool("learners", MACHINE, 4, (LEARNS,)), pool)
+    chained = case._replace(mapping=replace(case.mapping, pools=pools))
+    assert chained.simulated(12).step_s == pytest.approx(max(4.5, 8.875 / 2))
+    slower = chained._replace(estimates={**chained.estimates, "judge.score": Estimate({"compute": 4.0})})
+    assert slower.simulated(12).step_s == pytest.approx(11.625 / 2)
+
+
+def test_a_rollout_goes_before_learning_that_waits() -> None:
+    """The sampler's pool doesn't stand still while others judge."""
+    case = rlhf("async", apart=True)
+    pools = (Pool("main", MACHINE, 4, (LEARNS, SAMPLES)), Pool("judges", MACHINE, 4, (JUDGES,)))
+    mixed = case._replace(mapping=replace(case.mapping, pools=pools))
+    assert mixed.simulated(12).step_s == pytest.approx(7.5) and mixed.cost == pytest.approx(8.875)
 
 
 def test_replicas_end_at_different_times_and_the_slowest_counts() -> None:
