@@ -360,6 +360,8 @@ def _plan_mapping(options: Any, given: dict[str, Any]) -> None:
     wished = {name: given[name] for name in ("model", "lengths", "schedule", "objective") if name in given}
     request = Request(options.source, tuple(options.overrides), parse_cluster(options.cluster), **wished)
     files = {name: given[name] for name in FILES if name in given}
+    if "write" in files and options.model is not None:
+        raise UserError("plan: --write puts a mapping into a file that names its own models; leave out --model")
     if options.what_if is None:
         return plan_mapping(request, Files(**files), options.json)
     if files:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.build_mapping import task_graph
+from hybridflow.build_mapping import mapping_of, task_graph, written
 from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, tables, verdict
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError, UserError
@@ -18,7 +19,7 @@ from hybridflow.planner.cluster import Cluster
 from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import Schedule
-from hybridflow.planner.search import Objective, Result, search
+from hybridflow.planner.search import Objective, Result, pool_seconds, search, step_seconds
 from hybridflow.planner.simulate import simulate
 from hybridflow.planner.sizes import find_model
 from hybridflow.telemetry.gantt import gantt_page
@@ -127,26 +128,48 @@ def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
 def _text(problem: Problem, picked: Picked) -> Iterator[str]:
     yield problem.headline
     yield from verdict(picked)
+    yield from _as_it_stands(problem, picked)
     for told in tables(picked):
         yield ""
         yield f"{told.title}. {told.note}"
         yield from aligned(told.rows, told.right)
 
 
+def _as_it_stands(problem: Problem, picked: Picked) -> Iterator[str]:
+    """How fast the configuration's own placement is, if it has one."""
+    request = problem.request
+    if problem.config.runtime.kind != "ray":
+        return
+    try:
+        mapping = mapping_of(problem.config, request.cluster, problem.graph)
+        pools = pool_seconds(problem.graph, mapping, picked.cost.estimates(mapping))
+    except ConfigError as error:
+        yield f"The placement of {request.source.name} can't be compared: {error.problems[0]}."
+        return
+    devices = sum(pool.devices for pool in mapping.pools)
+    seconds = step_seconds(pools, mapping.schedule)
+    yield f"The placement of {request.source.name}: {seconds:.4g} s a step on {devices} devices."
+
+
 def _write(problem: Problem, picked: Picked, files: Files) -> Iterator[str]:
     """What was written where."""
     if any((files.picture, files.timeline, files.write)):
         yield ""
+    if files.write is not None:
+        text = written(problem.request.source, picked.mapping)
+        _save(files.write, lambda path: write_whole(path, text.encode()))
+        command = shlex.join(["hybridflow", "train", str(files.write), *problem.request.overrides])
+        yield f"configuration: {files.write}; to run it: {command}"
     if files.picture is not None:
         page = _page(problem, picked)
-        _written(files.picture, lambda path: write_whole(path, page.encode()))
+        _save(files.picture, lambda path: write_whole(path, page.encode()))
         yield f"picture: {files.picture}"
     if files.timeline is not None:
-        _written(files.timeline, lambda path: _timeline(path, picked))
+        _save(files.timeline, lambda path: _timeline(path, picked))
         yield f"timeline: {files.timeline}, for ui.perfetto.dev, like timeline.json of a run"
 
 
-def _written(path: Path, write: Callable[[Path], object]) -> None:
+def _save(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)

@@ -84,6 +84,27 @@ def test_picture_and_timeline(hybridflow: Program, ppo: Path, tmp_path: Path) ->
     assert max(event["ts"] + event["dur"] for event in done) == pytest.approx(3e6 * plan["seconds"], rel=1e-3)
 
 
+@pytest.mark.parametrize("cluster", ["a100-80g:1x8", "l40s:2x4"])
+def test_a_written_file_is_mapped_as_planned(hybridflow: Program, ppo: Path, tmp_path: Path, cluster: str) -> None:
+    out, arguments = tmp_path / "planned.toml", ("--cluster", cluster, "--train.prompts_per_step", "64")
+    plan = told(hybridflow, ppo, *arguments, "--write", out)
+    said = hybridflow("plan", ppo, *arguments, "--write", out).out
+    assert f"to run it: hybridflow train {out} --train.prompts_per_step 64\n" in said
+    devices = sum(pool["devices"] for pool in plan["pools"])
+    again = hybridflow("plan", out, *arguments).out
+    assert f"The placement of planned.toml: {plan['seconds']:.4g} s a step on {devices} devices." in again
+    graph = json.loads(hybridflow("graph", out, "--json").out)
+    assert {pool["name"]: sum(pool["nodes"]) for pool in graph["pools"]} == {
+        pool["name"]: pool["devices"] for pool in plan["pools"]
+    }
+
+
+def test_a_file_whose_placement_has_no_room_says_so(hybridflow: Program, tmp_path: Path) -> None:
+    path = written(tmp_path, with_keys(REVERSE, runtime={"kind": "ray"}, placement={"pools": {"main": 4}}))
+    out = hybridflow("plan", path, "--cluster", "a100-80g:1x2").out
+    assert "The placement of run.toml can't be compared: placement.pools.main = 4: there is no room on 1x2 devices" in out
+
+
 def test_schedule_lengths_and_prices_matter(hybridflow: Program, ppo: Path) -> None:
     longer = (*SEVEN, "--lengths", "256+512~128")
     short, long = told(hybridflow, ppo, *CLUSTER, *SEVEN), told(hybridflow, ppo, *CLUSTER, *longer)
@@ -146,6 +167,9 @@ def test_anything_can_be_varied(hybridflow: Program, tmp_path: Path, key: str, v
         ((*CLUSTER, "--what-if", "devices=4", "--picture", "x.html"), "plan: --what-if prints a table of many mappings"),
         ((*CLUSTER, "--picture", "/proc/none/x.html"), "plan: can't write /proc/none/x.html"),
         ((*CLUSTER, "--timeline", "/proc/none/x.json"), "plan: can't write /proc/none/x.json"),
+        ((*CLUSTER, "--write", "/proc/none/x.toml"), "plan: can't write /proc/none/x.toml"),
+        ((*CLUSTER, "--write", "x.toml", "--model", "llama-7b"), "plan: --write puts a mapping into a file"),
+        ((*CLUSTER, "--write", "x.toml", "--schedule", "async"), 'schedule = "async": a run generates and learns by turns'),
         ((*CLUSTER, "--objective", "price"), "device a100-80g has no price"),
         (
             ("--explain-memory", "--model", "llama-7b"),
