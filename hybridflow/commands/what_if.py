@@ -52,7 +52,7 @@ def what_if(request: Request, text: str, as_json: bool) -> None:
     if as_json:
         print(to_json([row.data() for row in rows], indent=2))
     else:
-        print("\n".join(_text(name, rows)))
+        print("\n".join([problem_of(request).headline, f"Only {name} changes.", "", *_text(name, rows)]))
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:
@@ -102,8 +102,6 @@ def _result(problem: Problem) -> Result | str:
 
 
 def _text(name: str, rows: Sequence[_Row]) -> Iterator[str]:
-    yield rows[0].problem.headline
-    yield ""
     yield from aligned([*_table(name, rows)], ["devices", *COLUMNS, COST])
     for row in rows:
         if isinstance(row.result, str):

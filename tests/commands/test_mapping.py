@@ -118,9 +118,10 @@ def test_schedule_lengths_and_prices_matter(hybridflow: Program, ppo: Path) -> N
 def test_what_if_tells_a_table(hybridflow: Program, ppo: Path) -> None:
     code, out, err = hybridflow("plan", ppo, *CLUSTER, *SEVEN, "--what-if", "devices=1,4,8")
     assert (code, err) == (0, "")
-    header, one, four, eight = (line.split() for line in out.splitlines()[2:6])
+    header, one, four, eight = (line.split() for line in out.splitlines()[3:7])
     assert header[:4] == ["devices", "seconds", "a", "step"] and one[:2] == ["1", "nothing"]
     assert four[0] == "4" and float(four[4]) == 1.0 and four[5] == "100%" and float(eight[4]) > 1.5
+    assert " on 1 x 8 a100-80g. " in out and "Only devices changes.\n" in out
     assert "devices=1: no mapping fits" in out and "the smallest cluster that would do" in out
     rows = told(hybridflow, ppo, *CLUSTER, *SEVEN, "--what-if", "devices=1,4,8")
     assert "problem" in rows[0] and rows[2]["tokens_per_second"] / rows[1]["tokens_per_second"] == pytest.approx(
