@@ -81,6 +81,15 @@ examples:
   hybridflow plan run.toml --cluster a100-80g:1x8 --what-if devices=2,4,8,16,32
   hybridflow plan run.toml --cluster a100-80g:1x8 --what-if train.prompts_per_step=64,128,256
 kinds of machines: a100-80g, h100, h200, l40s, cpu, and here (what hybridflow probe has measured)
+what a task's seconds are made of:
+  compute     matrix products, weights read, kernels launched  prefill     prompts of a rollout
+  recompute   forward passes that are made once more           decode      weights and cache read, products, for each token
+  imbalance   stages of a pipeline that are longer than others steps       what each decode step costs besides
+  bubble      stages of a pipeline that wait                   rows        what each row in a decode step costs besides
+  pipeline    messages between stages                          transition  weights on their way to the sampler
+  tensor      sums of tensor parallelism                       transfer    inputs from other pools
+  data        gradients and weights between copies             optimizer   its states through memory
+  call        what each call and each update costs besides     own         tasks without a model
 """
 
 
@@ -356,9 +365,11 @@ def _plan_mapping(options: Any, given: dict[str, Any]) -> None:
     from hybridflow.commands.mapping import Files, Request, plan_mapping
     from hybridflow.commands.what_if import what_if
     from hybridflow.planner.cluster import parse_cluster
+    from hybridflow.telemetry.rundir import RunDirectory
 
     wished = {name: given[name] for name in ("model", "lengths", "schedule", "objective") if name in given}
-    request = Request(options.source, tuple(options.overrides), parse_cluster(options.cluster), **wished)
+    source = RunDirectory.open(options.source).config if options.source.is_dir() else options.source
+    request = Request(source, tuple(options.overrides), parse_cluster(options.cluster), **wished)
     files = {name: given[name] for name in FILES if name in given}
     if "write" in files and options.model is not None:
         raise UserError("plan: --write puts a mapping into a file that names its own models; leave out --model")

@@ -198,6 +198,18 @@ def test_odd_numbers_of_devices(hybridflow: Program, ppo: Path, devices: int) ->
     assert sum(pool["devices"] for pool in plan["pools"]) <= devices
 
 
+def test_a_run_is_planned_as_its_file(hybridflow: Program, tmp_path: Path) -> None:
+    path = written(tmp_path, REVERSE)
+    assert hybridflow("train", path, "--train.steps", "1").code == 0
+    assert told(hybridflow, tmp_path / "run", *CLUSTER) == told(hybridflow, path, *CLUSTER)
+
+
+def test_help_explains_all_that_time_is_made_of(hybridflow: Program, ppo: Path) -> None:
+    plan, text = told(hybridflow, ppo, *CLUSTER, *SEVEN), hybridflow("plan", "--help").out
+    legend = text.partition("are made of:\n")[2]
+    assert all(f" {part} " in legend for task in plan["tasks"] for part in task["parts"])
+
+
 def test_one_thing_is_asked_at_a_time(hybridflow: Program, ppo: Path) -> None:
     assert "--explain-memory --cluster" in hybridflow("plan", ppo, "--json").err
     code, _, err = hybridflow("plan", ppo, "--explain-memory", *CLUSTER)
