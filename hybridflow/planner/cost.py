@@ -2,8 +2,9 @@
 
 An ``Estimate`` is a sum of parts by name, each of which is one physical effect, so that a term can be left out:
 
-    compute     products of a pass at ``compute`` of the peak, or reading weights, or launching kernels, whichever is longer
-    recompute   the way forward once more            imbalance   the slowest stage of a pipeline, over the mean one
+    compute     products of a pass at ``compute`` of the peak, or reading weights, if that is longer
+    launch      ``launch_s`` a layer and microbatch  imbalance   the slowest stage of a pipeline, over the mean one
+    recompute   the way forward once more
     bubble      stages that wait (p - 1 microbatches) pipeline   messages between stages
     tensor      all-reduces of tensor parallelism    data        gradients and weights between data-parallel copies
     optimizer   its states through memory            call        ``call_s`` a call, or an update
@@ -49,7 +50,8 @@ class Efficiency:
     fitted (``calibrate``), the others are fixed.
 
     ``compute``: of the peak of matrix products; ``network``: of a machine's; ``copy``: bytes/s at which generation weights
-    are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: of the kernels of a layer;
+    are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: that the kernels
+    of a layer take to start and to end, some twenty of 5 µs;
     ``overlap``: the share of computing during which fsdp's weights arrive; ``memory``: of a device, for what is counted
     (others: contexts, buffers of collectives, fragments). ``device``: whose kernels save activations.
     """
@@ -62,7 +64,7 @@ class Efficiency:
     copy: float = 3.3e9
     bandwidth: float = 0.85
     link: float = 0.75
-    launch_s: float = 3e-4
+    launch_s: float = 1e-4
     overlap: float = 0.5
     memory: float = 0.9
     cache_limit: bool = True

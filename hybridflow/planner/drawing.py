@@ -101,7 +101,8 @@ def _prefill_parts(profile: Profile, task: Task, s: Strategy, rows: int, speeds:
     read = layers * profile.touched(s.tp, CHUNK_TOKENS) * itemsize / speeds.bandwidth
     size = tokens * profile.hidden * itemsize
     return {
-        "prefill": max(products, chunks * max(read, layers * speeds.launch)),
+        "prefill": max(products, chunks * read),
+        "launch": chunks * layers * speeds.launch,
         "tensor": chunks * 2 * layers * links.all_reduce(size / max(1, chunks), s.tp),
         "pipeline": chunks * s.pp * links.message(size / max(1, chunks), s.pp * s.tp) if s.pp > 1 else 0.0,
     }

@@ -14,7 +14,8 @@ __all__ = ["Speeds", "forward_parts", "microbatches", "recomputes", "train_parts
 
 
 class Speeds(NamedTuple):
-    """Of a device, as reached: FLOP/s, bytes/s; seconds of launching a layer's kernels, and of a call. ``overlap``: the
+    """Of a device, as reached: FLOP/s, bytes/s; seconds that a layer's kernels take besides (to start, and
+    while the last blocks of each run alone), and of a call. ``overlap``: the
     share of computing during which weights of the next layers can arrive."""
 
     flops: float
@@ -50,7 +51,7 @@ def _way(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, b
     if not layers:
         return _Way(0.0, 0.0)
     work, tokens = times * rows * cut.share / speeds.flops, rows * (task.prompt + task.response)
-    least = times * max(profile.touched(s.tp, tokens) * role.itemsize / speeds.bandwidth, speeds.launch)
+    least = times * profile.touched(s.tp, tokens) * role.itemsize / speeds.bandwidth
     one, most = max(layer * work, least), ceil(layers / s.pp)
     end = max(last * work, least) + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
     slowest = (most - 1) * one + end
@@ -74,8 +75,8 @@ def _sent(profile: Profile, task: Task, s: Strategy, rows: int, links: Links) ->
 
 def forward_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links) -> dict[str, float]:
     rows, count = microbatches(profile, task, s)
-    way, (tensor, message) = _way(profile, task, s, rows, speeds), _sent(profile, task, s, rows, links)
-    parts = _pipelined(way, tensor, message, count, s.pp)
+    way, sent = _way(profile, task, s, rows, speeds), _sent(profile, task, s, rows, links)
+    parts = _pipelined(way, sent, ceil(profile.layers / s.pp) * speeds.launch, count, s.pp)
     if s.shard == "fsdp" and s.dp > 1:
         gathered = count * links.ring(profile.numbers(s.pp, s.tp) * profile.role.itemsize, s.pp * s.tp, s.dp)
         parts["data"] = max(0.0, gathered - speeds.overlap * parts["compute"])
@@ -83,13 +84,15 @@ def forward_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, lin
     return {name: seconds * task.times for name, seconds in parts.items()}
 
 
-def _pipelined(way: _Way, tensor: float, message: float, count: int, pp: int) -> dict[str, float]:
+def _pipelined(way: _Way, sent: tuple[float, float], launch: float, count: int, pp: int) -> dict[str, float]:
     """Of ``count`` microbatches: the slowest stage sets the pace, and the last one starts late by the stages before it."""
+    tensor, message = sent
     return {
         "compute": count * way.mean,
         "imbalance": count * (way.slowest - way.mean),
-        "bubble": (pp - 1) * (way.slowest + tensor),
+        "launch": count * launch,
         "tensor": count * tensor,
+        "bubble": (pp - 1) * (way.slowest + launch + tensor),
         "pipeline": (count + pp - 1) * message if pp > 1 else 0.0,
     }
 
@@ -99,8 +102,8 @@ def train_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links
     there, back = (_way(profile, task, s, rows, speeds, way) for way in (False, True))
     tensor, message = _sent(profile, task, s, rows, links)
     again = recomputes(profile, s)
-    both = _Way(there.slowest + back.slowest, there.mean + back.mean)
-    parts = _pipelined(both, tensor * (3 if again else 2), 2 * message, count, s.pp)
+    both, sent = _Way(there.slowest + back.slowest, there.mean + back.mean), (tensor * (2 + again), 2 * message)
+    parts = _pipelined(both, sent, (3 + again) * ceil(profile.layers / s.pp) * speeds.launch, count, s.pp)
     parts["recompute"] = (count + s.pp - 1) * there.slowest * again
     parts |= _update_parts(profile, s, count, parts["compute"], speeds, links)
     updates = task.minibatches * task.epochs * task.times

@@ -110,8 +110,11 @@ def test_layers_of_short_microbatches_wait_for_weights_or_launches() -> None:
     costs = model(graph=of(task))
     assert timed(costs, task, Strategy(rows=1)).seconds == pytest.approx(4 * weights, rel=0.01)
     assert timed(costs, task, Strategy(rows=4)).seconds == pytest.approx(weights, rel=0.01)
-    slow = model(replace(EXACT, launch_s=1e-3), of(task))
-    assert timed(slow, task, Strategy(rows=4)).seconds == pytest.approx(32e-3, rel=0.01)
+    slow = model(replace(EXACT, launch_s=1e-3), of(task, LEARN, DRAW))
+    assert timed(slow, task, Strategy(rows=1)).parts["launch"] == pytest.approx(4 * 32e-3)
+    recomputed, chunks = Strategy(rows=2, recompute=True), 1024 * 1024 / 2048
+    assert timed(slow, LEARN, recomputed).parts["launch"] == pytest.approx(512 * 32 * 4e-3)  # backward is two of forward
+    assert timed(slow, DRAW, Strategy()).parts["launch"] == pytest.approx(chunks * 32e-3)
 
 
 def test_tensor_parallel_lines_reduce_twice_a_layer_and_way() -> None:
