@@ -87,7 +87,8 @@ class CostModel:
     worked out once holds for every mapping.
 
     ``without``: names of parts that are left out. Of strategies, pipelines of more than ``max_pp`` stages aren't proposed,
-    and no ways to share out than ``shards``.
+    and no ways to share out than ``shards``; with ``even_stages`` all stages have equally many layers, as systems that
+    can't cut otherwise want it.
     """
 
     def __init__(
@@ -97,10 +98,11 @@ class CostModel:
         without: Collection[str] = (),
         max_pp: int = 16,
         shards: tuple[Shard, ...] = ("zero1", "fsdp"),
+        even_stages: bool = False,
     ) -> None:
         self.graph, self.efficiency = graph, efficiency
         self.without = frozenset(without) | ({"copy", "gather"} if "transition" in without else set())
-        self.max_pp, self.shards = max_pp, shards
+        self.max_pp, self.shards, self.even_stages = max_pp, shards, even_stages
         self.roles = {role.name: role for role in graph.roles}
         self._profiles = {role.name: Profile(role, efficiency.device) for role in graph.roles}
         self._tasks = {name: [task for task in graph.tasks if task.role == name] for name in self.roles}
@@ -115,9 +117,10 @@ class CostModel:
         for tp in range(1, min(devices, machine.devices, profile.max_tp) + 1):
             if devices % tp or (devices > machine.devices and machine.devices % tp):
                 continue
-            most = min(devices // tp, self.max_pp, profile.layers)
-            cuts = [(pp, tp, devices // tp // pp) for pp in range(1, most + 1) if devices // tp % pp == 0]
-            found += [s for pp, tp, dp in cuts for s in self._variants(role, pp, tp, dp)]
+            copies = devices // tp
+            stages = [pp for pp in range(1, min(copies, self.max_pp, profile.layers) + 1) if copies % pp == 0]
+            even = [pp for pp in stages if profile.layers % pp == 0 or not self.even_stages]
+            found += [s for pp in even for s in self._variants(role, pp, tp, copies // pp)]
         usable = self.usable_bytes(machine)
         return [s for s in found if self.resident_bytes(role, s) + self.working_bytes(role, s) <= usable]
 

@@ -342,6 +342,7 @@ def test_strategies_fit_and_use_all_devices() -> None:
     assert max(s.pp for s in costs.strategies(FROZEN, A100, 128)) == 16
     budget = model(Efficiency(), replace(GRAPH, roles=(replace(LEARNER, token_budget=4096), SAMPLER, FROZEN)))
     assert {(s.rows, s.recompute) for s in budget.strategies(budget.roles["learner"], A100, 16)} == {(1, False)}
+    assert {s.pp for s in model(even_stages=True).strategies(FROZEN, A100, 12)} == {1, 2, 4}
     assert {s.shard for s in model(shards=("zero1",)).strategies(LEARNER, A100, 32)} == {"zero1", "none"}
 
 
