@@ -133,8 +133,9 @@ def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
 
 def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Schedule]:
     train = config.train
-    if config.algorithm == "dqn":
-        return Replay(config.replay, config.seed), Synchronous(train.updates_per_step)
+    if "replay" in ALGORITHMS[config.algorithm].reads:
+        method: Any = config.method
+        return Replay(config.replay, config.seed, method.gamma), Synchronous(train.updates_per_step)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)

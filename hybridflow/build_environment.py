@@ -7,18 +7,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors.torch import save_model
 
+from hybridflow.build_networks import WEIGHTS, action_space, actor_networks, critic_networks, main_network, trained_besides
 from hybridflow.config import RunConfig
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import ModelError
 from hybridflow.core.roles import Role, Runtime
-from hybridflow.core.seeding import torch_generator
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
-from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
+from hybridflow.models.nets import NetConfig
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
 from hybridflow.workers.learner import Learner
@@ -27,11 +25,9 @@ from hybridflow.workers.replica import Replica
 
 __all__ = ["EnvironmentParts"]
 
-WEIGHTS = "policy.safetensors"
-
 
 class EnvironmentParts:
-    """Makes actor and critic for the environment's spaces. The actor is "q" with its "target" for Q-learning."""
+    """Makes actor and critic for the environment's spaces; which networks they hold is in ``build_networks``."""
 
     failures: tuple[str, ...] = ()
 
@@ -48,23 +44,41 @@ class EnvironmentParts:
         return self._slots
 
     def makers(self) -> Mapping[str, Callable[[], Any]]:
-        return {"actor": lambda: self.actor, "critic": self.critic, "scorers": tuple}
+        return {
+            "actor": lambda: self.actor,
+            "critic": self.critic,
+            "scorers": tuple,
+            "action_space": lambda: action_space(self.spaces),
+        }
 
     @cached_property
     def actor(self) -> LinkedActor:
         """The policy, or the action values, with the sampler that steps the environments."""
-        config, learns_values = self.config, self.config.algorithm == "dqn"
-        build = partial(_actor_networks, self.spaces, config, learns_values)
-        name = config.actor.model or _called(config.actor.net)
-        networks = Networks(build, "q" if learns_values else "policy", ("observations", "actions"), name)
-        exploration = config.exploration if learns_values else None
-        args = {"networks": networks, **config.learner_args(config.actor)}
+        config = self.config
+        networks = Networks(
+            partial(actor_networks, self.spaces, config),
+            main_network(config),
+            ("observations", "actions"),
+            config.actor.model or _called(config.actor.net),
+        )
+        args = config.learner_args(config.actor)
+        others = trained_besides(config, args["total_steps"])
+        if config.algorithm == "td3":
+            args["total_steps"] //= config.td3.policy_every
+        args |= {"networks": networks, **({"others": others} if others else {})}
         learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
-        args = {"config": self.environment, "seed": config.seed, "exploration": exploration}
-        return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, args))
+        return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, self._sampler_args()))
+
+    def _sampler_args(self) -> dict[str, Any]:
+        config, args = self.config, {"config": self.environment, "seed": self.config.seed}
+        if config.algorithm == "dqn":
+            return {**args, "exploration": config.exploration}
+        noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
+        at_random = "replay" in config.sections() and not action_space(self.spaces).discrete
+        return {**args, "noise": noise, "random_steps": config.replay.warmup if at_random else 0}
 
     def critic(self) -> Any:
-        build = partial(_critic_networks, self.spaces, self.config)
+        build = partial(critic_networks, self.spaces, self.config)
         networks = Networks(build, "value", ("observations",), _called(self.config.critic.net))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
@@ -87,22 +101,3 @@ class EnvironmentParts:
 
 def _called(net: NetConfig) -> str:
     return f"fresh {net.activation} {'-'.join(map(str, net.hidden))}"
-
-
-def _actor_networks(spaces: tuple[Any, Any], config: RunConfig, learns_values: bool) -> dict[str, nn.Module]:
-    make = make_q if learns_values else make_policy
-    # The same generator twice: the target starts equal to the network that it follows.
-    names, net = ("q", "target") if learns_values else ("policy",), config.actor.net
-    networks: dict[str, nn.Module] = {name: make(*spaces, net, torch_generator(config.seed, "init", 0)) for name in names}
-    if config.actor.model is not None:
-        path = Path(config.actor.model) / WEIGHTS
-        if not path.is_file():
-            raise ModelError(f"actor.model: {path} is missing; expected the model folder of a run in this environment")
-        for network in networks.values():
-            load_model(network, str(path))
-    return {name: network.to(config.torch_device) for name, network in networks.items()}
-
-
-def _critic_networks(spaces: tuple[Any, Any], config: RunConfig) -> dict[str, nn.Module]:
-    network = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
-    return {"value": network.to(config.torch_device)}

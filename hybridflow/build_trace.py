@@ -24,7 +24,7 @@ from hybridflow.core.roles import Role
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
 from hybridflow.reshard.plan import make_plan
-from hybridflow.rollout.buffer import REPLAYED
+from hybridflow.rollout.buffer import REPLAYED, SAMPLED
 from hybridflow.workers.fsdp import fsdp_bytes
 from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
@@ -52,9 +52,8 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
     first = parts.source(1)
     batch = algorithm.rollout(runtime.source(*given, first))
     runtime.times = config.train.updates_per_step
-    if config.algorithm == "dqn":
-        names = ("sample_id", *REPLAYED)
-        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), names, config.replay.batch_size)
+    if "replay" in ALGORITHMS[config.algorithm].reads:
+        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, config.replay.batch_size)
     algorithm.learn(batch)
     _place(runtime, config)
     return runtime, first

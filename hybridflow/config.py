@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
+from hybridflow.algorithms.ddpg import DDPGConfig
 from hybridflow.algorithms.distill import DistillConfig
 from hybridflow.algorithms.dpo import DPOConfig
 from hybridflow.algorithms.dqn import DQNConfig
@@ -22,8 +23,10 @@ from hybridflow.algorithms.reinforce_pp import ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModelConfig
 from hybridflow.algorithms.rloo import RLOOConfig
+from hybridflow.algorithms.sac import SACConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHFConfig
 from hybridflow.algorithms.sft import SFTConfig
+from hybridflow.algorithms.td3 import TD3Config
 from hybridflow.config_runtime import PlacementConfig, RuntimeConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
@@ -207,7 +210,20 @@ class RunConfig(Config):
     """The whole configuration of a run."""
 
     algorithm: Literal[
-        "sft", "reward_model", "dpo", "grpo", "rloo", "reinforce_pp", "remax", "ppo", "safe_rlhf", "distill", "dqn"
+        "sft",
+        "reward_model",
+        "dpo",
+        "grpo",
+        "rloo",
+        "reinforce_pp",
+        "remax",
+        "ppo",
+        "safe_rlhf",
+        "distill",
+        "dqn",
+        "sac",
+        "td3",
+        "ddpg",
     ]
     """what trains; hybridflow algorithms lists them"""
     seed: int = Field(1, ge=0)
@@ -229,6 +245,9 @@ class RunConfig(Config):
     safe_rlhf: SafeRLHFConfig = SafeRLHFConfig()
     distill: DistillConfig = DistillConfig()
     dqn: DQNConfig = DQNConfig()
+    sac: SACConfig = SACConfig()
+    td3: TD3Config = TD3Config()
+    ddpg: DDPGConfig = DDPGConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     shaping: ShapingConfig = ShapingConfig()
@@ -275,7 +294,7 @@ class RunConfig(Config):
         read |= {"loss"} if "objective" in roles else set()
         read |= {"placement"} if self.runtime.kind == "ray" else set()
         if self.environment is not None:
-            return read | {"environment"} | ({"replay", "exploration"} if self.algorithm == "dqn" else set())
+            return read | {"environment", *method.reads}
         if method.records == "pairs":
             return read | {"data"} | ({"reference"} if self.needs_reference else set())
         read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
@@ -414,7 +433,7 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
-    if config.train.updates_per_step > 1 and config.algorithm != "dqn":
+    if config.train.updates_per_step > 1 and "replay" not in method.reads:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
 
 

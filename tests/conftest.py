@@ -85,6 +85,17 @@ CARTPOLE: dict[str, Any] = {
     "evaluation": {"limit": 2},
 }
 
+PENDULUM: dict[str, Any] = {
+    "algorithm": "sac",
+    "threads": 1,
+    "actor": {"net": {"hidden": [8]}, "optimizer": {"lr": 1e-3}},
+    "critic": {"net": {"hidden": [8, 8]}, "optimizer": {"lr": 1e-3}},
+    "environment": {"id": "Pendulum-v1", "num_envs": 2, "steps_per_rollout": 5},
+    "train": {"steps": 2, "updates_per_step": 3},
+    "replay": {"capacity": 100, "batch_size": 8, "warmup": 20},
+    "evaluation": {"limit": 2},
+}
+
 
 def with_keys(data: dict[str, Any], /, **keys: Any) -> dict[str, Any]:
     """The data with dotted keys set: ``train__steps=3``; None removes."""

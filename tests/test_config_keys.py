@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridflow
+from hybridflow.algorithms import ALGORITHMS
 from hybridflow.config import RunConfig, load_config, resolved, validate
 from hybridflow.core.config import keys, read_toml
 
@@ -22,9 +23,12 @@ def test_every_key_is_read_by_something() -> None:
 
 
 def test_there_are_fewer_than_150_keys_to_learn() -> None:
-    """Those of critic, reference and teacher are the actor's, and those of Safe RLHF begin with PPO's: they count once."""
-    repeated = ("critic.", "reference.", "teacher.", "safe_rlhf.gamma", "safe_rlhf.lam", "safe_rlhf.value_clip")
-    assert 50 < len([name for name, *_ in keys(RunConfig) if not name.startswith(repeated)]) < 150
+    """Besides those of one's method; those of critic, reference and teacher are the actor's: they count once."""
+    names = [name for name, *_ in keys(RunConfig)]
+    methods = {method: [name for name in names if name.startswith(f"{method}.")] for method in ALGORITHMS}
+    apart = ("critic.", "reference.", "teacher.", *(f"{method}." for method in ALGORITHMS))
+    assert 50 < len([name for name in names if not name.startswith(apart)]) < 150
+    assert max(map(len, methods.values())) <= 12
 
 
 def test_every_key_is_explained() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, REVERSE, saved_tensors, with_keys
+from conftest import CARTPOLE, PENDULUM, REVERSE, saved_tensors, with_keys
 
 from hybridflow import checkpoint
 from hybridflow.build import build
@@ -106,6 +106,10 @@ ENVIRONMENTS = {
         train={"steps": 2, "updates_per_step": 3},
         replay={"capacity": 100, "batch_size": 8, "warmup": 20},
     ),
+    "sac-pendulum": PENDULUM,
+    "td3-pendulum": with_keys(PENDULUM, algorithm="td3", exploration={"noise": 0.2}),
+    "ddpg-pendulum": with_keys(PENDULUM, algorithm="ddpg"),
+    "sac-cartpole": with_keys(PENDULUM, environment__id="CartPole-v1"),
 }
 
 

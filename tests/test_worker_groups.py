@@ -32,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sft": TEXT["sft"],
     "ppo-cartpole": CARTPOLE,
     "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
+    "sac-pendulum": ENVIRONMENTS["sac-pendulum"],
 }
 APART = {"train": 1, "rest": 1}
 

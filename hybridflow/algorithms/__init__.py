@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+from hybridflow.algorithms.ddpg import DDPG, DDPGConfig
 from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig
 from hybridflow.algorithms.dqn import DQN, DQNConfig
@@ -11,8 +12,10 @@ from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
+from hybridflow.algorithms.sac import SAC, SACConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
+from hybridflow.algorithms.td3 import TD3, TD3Config
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Algorithm
 
@@ -20,13 +23,15 @@ __all__ = ["ALGORITHMS", "Method"]
 
 
 class Method(NamedTuple):
-    """An algorithm, its section, what it can be run on ("data", "environment"), what it is, and which data it needs."""
+    """An algorithm, its section, what it can be run on ("data", "environment"), what it is, which data it needs, and which
+    sections it reads that no role of its constructor tells; those with "replay" learn from a replay buffer."""
 
     algorithm: type[Algorithm]
     config: type[Config]
     inputs: tuple[str, ...]
     summary: str
     records: Literal["prompts", "demonstrations", "pairs"] = "prompts"
+    reads: tuple[str, ...] = ()
 
 
 ALGORITHMS: dict[str, Method] = {
@@ -50,5 +55,32 @@ ALGORITHMS: dict[str, Method] = {
         SafeRLHF, SafeRLHFConfig, ("data",), "PPO that keeps a mean cost within a budget, by a Lagrange multiplier"
     ),
     "distill": Method(Distill, DistillConfig, ("data",), "reverse KL to a teacher on the student's own responses"),
-    "dqn": Method(DQN, DQNConfig, ("environment",), "deep Q-learning with replay, double by default"),
+    "dqn": Method(
+        DQN,
+        DQNConfig,
+        ("environment",),
+        "deep Q-learning with replay, double by default",
+        reads=("replay", "exploration"),
+    ),
+    "sac": Method(
+        SAC,
+        SACConfig,
+        ("environment",),
+        "soft actor-critic with an automatic temperature, for continuous and discrete actions",
+        reads=("replay", "critic"),
+    ),
+    "td3": Method(
+        TD3,
+        TD3Config,
+        ("environment",),
+        "twin delayed deterministic policy gradient, for continuous actions",
+        reads=("replay", "critic", "exploration"),
+    ),
+    "ddpg": Method(
+        DDPG,
+        DDPGConfig,
+        ("environment",),
+        "deep deterministic policy gradient, for continuous actions",
+        reads=("replay", "critic", "exploration"),
+    ),
 }

@@ -1,16 +1,16 @@
 """Deep Q-learning (Mnih et al. 2015), with double Q-learning (van Hasselt et al. 2016)."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Algorithm
+from hybridflow.core.roles import Algorithm, BlendingActor
 from hybridflow.ops.td import dqn_loss
 
-__all__ = ["DQN", "DQNConfig", "QActor"]
+__all__ = ["DQN", "DQNConfig"]
 
 
 class DQNConfig(Config):
@@ -28,18 +28,12 @@ class DQNConfig(Config):
     """how far a move goes towards the online network; 1 copies it"""
 
 
-class QActor(Actor, Protocol):
-    """An actor whose learner holds the networks "q" and "target"."""
-
-    def blend(self, source: str, target: str, weight: float, /) -> None: ...
-
-
 class DQN(Algorithm):
     """Collect transitions, learn from replayed ones, let the target network follow."""
 
-    def __init__(self, config: DQNConfig, actor: QActor) -> None:
+    def __init__(self, config: DQNConfig, actor: BlendingActor) -> None:
         self.config, self.actor = config, actor
-        self.loss = dqn_loss.bind(gamma=config.gamma, double=config.double, huber_delta=config.huber_delta)
+        self.loss = dqn_loss.bind(double=config.double, huber_delta=config.huber_delta)
         self.num_updates = 0
 
     def rollout(self, source: Batch, /) -> Batch:

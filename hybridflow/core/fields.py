@@ -45,6 +45,8 @@ FIELDS: dict[str, Field] = {
     "observations": Field("time", None, "what the policy saw before the step"),
     "actions": Field("time", None, "what it did"),
     "final_observations": Field("row", None, "what followed the last step of the piece"),
+    "discounts": Field("row", "float32", "what the value of final_observations counts in the return; 0 if nothing follows"),
+    "weights": Field("row", "float32", "what the row counts in a loss"),
     # what the policy and the world said
     "response_mask": Field("time", "bool", "True where the actor chose the step; prompt tokens and dropped rows are False"),
     "log_probs": Field("time", "float32", "of the chosen step under the sampling policy"),

@@ -30,8 +30,10 @@ from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, TransferProtocol
 
 __all__ = [
+    "ActionSpace",
     "Actor",
     "Algorithm",
+    "BlendingActor",
     "Critic",
     "Declared",
     "Drained",
@@ -221,7 +223,7 @@ class Declared:
         per: PerOf,
         min_group: int,
         on: Literal["outputs", "networks"],
-        trains: Names,
+        trains: NamesOf,
         noise: bool,
     ) -> None:
         self.function, self.reads, self.writes, self.per, self.min_group = function, reads, writes, per, min_group
@@ -252,12 +254,12 @@ def columns(
     per: PerOf = "step",
     min_group: int = 1,
     on: Literal["outputs", "networks"] = "outputs",
-    trains: Names = (),
+    trains: NamesOf = (),
     noise: bool = False,
 ) -> Callable[[Callable[..., Any]], Declared]:
     """Declare an estimator (``Batch -> {name: column}``) or a loss (``(outputs, columns) -> Loss``).
 
-    ``reads`` and ``per`` may be functions of the parameters (the bound ones and the defaults of the others).
+    ``reads``, ``per`` and ``trains`` may be functions of the parameters (the bound ones and the defaults of the others).
     ``per``: what a loss's terms are divided by, the number of steps, rows or groups of the minibatch; a loss per group
     reads ``group_id`` and always sees whole groups, their rows side by side in the order of the batch. ``min_group``: the
     smallest number of responses to a prompt that an estimator needs. ``on``: what a loss is given first, the outputs of
@@ -301,7 +303,7 @@ class Fn:
 
     @property
     def trains(self) -> Names:
-        return self.declared.trains
+        return _names(self.declared.trains, {**self.declared.defaults, **self.params})
 
     @property
     def noise(self) -> bool:
@@ -361,6 +363,19 @@ class Actor(Protocol):
     def rollout(self, batch: Batch, /) -> Batch: ...
     def compute_log_probs(self, batch: Batch, /) -> Batch: ...
     def update(self, batch: Batch, /, *losses: Fn) -> Batch: ...
+
+
+class BlendingActor(Actor, Protocol):
+    """An actor whose learner holds target networks, which ``blend`` moves towards those that they follow."""
+
+    def blend(self, source: str, target: str, weight: float, /) -> None: ...
+
+
+class ActionSpace(NamedTuple):
+    """``size``: how many discrete actions there are, or numbers in a continuous one."""
+
+    discrete: bool
+    size: int
 
 
 class Critic(Protocol):

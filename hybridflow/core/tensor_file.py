@@ -72,9 +72,10 @@ def write_tensors(
             file.write(part)
         for expected, tensor in zip(kinds.values(), tensors, strict=True):
             assert kind_of(tensor) == expected
-            data = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
-            content.update(data)
-            file.write(data)
+            if tensor.numel():  # torch can't view as bytes what is empty
+                data = np.from_dlpack(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).data
+                content.update(data)
+                file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return Written(path.name, content.hexdigest(), 8 + len(told) + end)

@@ -23,7 +23,7 @@ from hybridflow.models.nets import NetConfig, ObservationNet
 if TYPE_CHECKING:
     from gymnasium import Space
 
-__all__ = ["Bounds", "Deterministic", "DeterministicPolicy", "Noisy", "Squashed", "SquashedGaussianPolicy", "Uniform"]
+__all__ = ["Bounds", "Deterministic", "DeterministicPolicy", "Noisy", "Squashed", "SquashedGaussianPolicy"]
 
 LOG_STD_MIN, LOG_STD_MAX = -20.0, 2.0
 NEARLY_ONE = 1 - 2.0**-23
@@ -61,24 +61,13 @@ class Bounds(nn.Module):
         """[B, *shape] actions -> [B, A] in units."""
         return ((actions - self.middle) / self.unit).flatten(1)
 
-
-@dataclass(frozen=True)
-class Uniform:
-    """All actions within the bounds alike."""
-
-    bounds: Bounds
+    def fill(self, uniforms: Tensor) -> Tensor:
+        """Actions that fill the box evenly, from ``uniforms`` [B, A] in [0, 1): of log-density ``fill_log_prob``."""
+        return self.from_units(2 * uniforms.float() - 1)
 
     @property
-    def num_uniforms(self) -> int:
-        return self.bounds.size
-
-    def sample(self, uniforms: Tensor) -> Tensor:
-        """Actions from ``uniforms`` [B, A] in [0, 1)."""
-        return self.bounds.from_units(2 * uniforms.float() - 1)
-
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """[B] of ``actions``."""
-        return self.bounds.middle.new_full((len(actions),), -self.bounds.size * math.log(2))
+    def fill_log_prob(self) -> float:
+        return -self.size * math.log(2)
 
 
 def _normal(uniforms: Tensor) -> Tensor:
@@ -101,8 +90,8 @@ class Squashed:
     bounds: Bounds
 
     @property
-    def num_uniforms(self) -> int:
-        return self.bounds.size
+    def device(self) -> torch.device:
+        return self.mean.device
 
     def sample(self, uniforms: Tensor) -> Tensor:
         """Actions from ``uniforms`` [B, A] in [0, 1)."""
@@ -128,10 +117,6 @@ class Squashed:
         """Where the normal numbers are likeliest."""
         return self.bounds.from_units(self.mean.tanh())
 
-    @property
-    def uniform(self) -> Uniform:
-        return Uniform(self.bounds)
-
 
 @dataclass(frozen=True)
 class Noisy:
@@ -142,8 +127,8 @@ class Noisy:
     bounds: Bounds
 
     @property
-    def num_uniforms(self) -> int:
-        return self.bounds.size
+    def device(self) -> torch.device:
+        return self.mean.device
 
     def sample(self, uniforms: Tensor) -> Tensor:
         """Actions from ``uniforms`` [B, A] in [0, 1)."""
@@ -155,10 +140,6 @@ class Noisy:
         z = (self.bounds.units(actions) - self.bounds.units(self.mean)) / self.std
         return _log_density(z, torch.full_like(z, math.log(self.std)))
 
-    @property
-    def uniform(self) -> Uniform:
-        return Uniform(self.bounds)
-
 
 @dataclass(frozen=True)
 class Deterministic:
@@ -167,9 +148,9 @@ class Deterministic:
     mode: Tensor
     bounds: Bounds
 
-    def explore(self, epsilon: Tensor, noise: float) -> Noisy:
-        """With normal noise of deviation ``noise`` units."""
-        return Noisy(self.mode, noise, self.bounds)
+    def noisy(self, std: float) -> Noisy:
+        """With normal noise of deviation ``std`` units."""
+        return Noisy(self.mode, std, self.bounds)
 
 
 class SquashedGaussianPolicy(ObservationNet):

@@ -127,7 +127,9 @@ class Gaussian:
 def joined(distributions: Sequence[Any]) -> Any:
     """Distributions of one kind as one, their actions one behind the other."""
     first = distributions[0]
-    return type(first)(*(torch.cat([getattr(one, f.name) for one in distributions]) for f in fields(first)))
+    parts = ([getattr(one, f.name) for one in distributions] for f in fields(first))
+    # What is no tensor is the same for all of them.
+    return type(first)(*(torch.cat(part) if isinstance(part[0], Tensor) else part[0] for part in parts))
 
 
 class MLP(nn.Module):

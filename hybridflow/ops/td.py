@@ -1,4 +1,11 @@
-"""Temporal-difference losses of action values."""
+"""Temporal-difference losses of action values, on single transitions.
+
+A row of a replay buffer is one transition: state s (``observations``), action a, what was rewarded until s'
+(``final_observations``), what the value of s' counts in the return (``discounts``: gamma to the number of steps, 0 where
+the episode ended) and what the row counts in the loss (``weights``).
+
+Shapes: N transitions, K actions.
+"""
 
 from collections.abc import Mapping
 
@@ -8,47 +15,50 @@ from torch import Tensor, nn
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Loss, columns
 
-__all__ = ["dqn_loss"]
+__all__ = ["TRANSITION", "bootstrapped", "dqn_loss"]
+
+TRANSITION = ("observations", "actions", "rewards", "discounts", "weights", "final_observations", "response_mask")
+"""columns of a replayed transition"""
 
 
-@columns(
-    reads=("observations", "actions", "rewards", "terminated", "final_observations", "response_mask"),
-    writes=("td_errors",),
-    on="networks",
-)
+def bootstrapped(columns: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
+    """[N] rewards + discounts x ``next_values``, those of final_observations, which count nothing where nothing follows.
+
+    Pieces of several steps are a ContractError: a replay buffer makes transitions of them.
+    """
+    rewards, discounts = columns["rewards"], columns["discounts"]
+    if len(discounts) != len(rewards):
+        raise ContractError(f"{len(rewards)} steps in {len(discounts)} rows, but every row must be one transition")
+    return rewards + torch.where(discounts > 0, discounts * next_values, 0.0)
+
+
+@columns(reads=TRANSITION, writes=("td_errors",), on="networks")
 def dqn_loss(
     networks: Mapping[str, nn.Module],
     columns: Mapping[str, Tensor],
     *,
-    gamma: float,
     double: bool = True,
     huber_delta: float | None = None,
 ) -> Loss:
     """Squared loss of Q-learning with a target network (Mnih et al. 2015), [N] single transitions.
 
-        delta = Q(s, a) - (r + gamma (1 - terminated) Q_target(s', a'))
+        delta = Q(s, a) - (r + discount Q_target(s', a'))
 
     The loss is delta^2 / 2, beyond ``huber_delta`` linear. Linear means the median instead of the mean: with returns far
     above ``huber_delta``, rare ends of episodes hardly count and values come out too high.
 
     a' is the best action under Q_target, or with ``double`` under Q (van Hasselt et al. 2016). ``networks`` holds "q" and
-    "target", [N, ...] -> [N, K]; ``final_observations`` are s'. Pieces of several steps are a ContractError: a replay
-    buffer makes transitions of them.
+    "target", [N, ...] -> [N, K].
     """
-    following, rewards = columns["final_observations"], columns["rewards"]
-    if len(following) != len(rewards):
-        raise ContractError(
-            f"dqn_loss: {len(rewards)} steps in {len(following)} rows, but every row must be one transition"
-        )
+    following = columns["final_observations"]
     values = networks["q"](columns["observations"])
-    chosen = values.gather(-1, columns["actions"][:, None])[:, 0]
     with torch.no_grad():
         next_values = networks["target"](following)
         best = (networks["q"](following) if double else next_values).argmax(-1, keepdim=True)
-        bootstrap = torch.where(columns["terminated"], 0.0, next_values.gather(-1, best)[:, 0])
-        target = rewards + gamma * bootstrap
+        target = bootstrapped(columns, next_values.gather(-1, best)[:, 0])
+    chosen = values.gather(-1, columns["actions"][:, None])[:, 0]
     errors = (chosen - target).detach()
-    terms = _huber(chosen - target, huber_delta)
+    terms = columns["weights"] * _huber(chosen - target, huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})
 
 

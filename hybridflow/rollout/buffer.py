@@ -14,10 +14,13 @@ from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.seeding import generator
 
-__all__ = ["REPLAYED", "Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
+__all__ = ["REPLAYED", "SAMPLED", "Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
 
 REPLAYED = ("observations", "actions", "rewards", "response_mask", "terminated", "final_observations")
-"""What a replay buffer reads of a batch; what it gives has ``sample_id`` besides."""
+"""What a replay buffer reads of a batch."""
+
+SAMPLED = ("sample_id", "observations", "actions", "rewards", "response_mask", "discounts", "weights", "final_observations")
+"""What it gives."""
 
 
 class Buffer(Protocol):
@@ -101,13 +104,13 @@ class ReplayConfig(Config):
 class Replay:
     """Uniform experience replay (Lin 1992): pieces of episodes become transitions in a ring of preallocated arrays.
 
-    A sampled row is one transition: time columns of length 1, ``final_observations`` what followed that step,
-    ``terminated`` whether the episode ended there. ``sample_id`` numbers transitions in the order of adding. Draw number n
-    depends on (seed, n) and the contents alone.
+    A sampled row is one transition: time columns of length 1, ``final_observations`` what followed that step, ``discounts``
+    what its value counts: ``gamma``, or 0 if the episode ended there. ``sample_id`` numbers transitions in the order of
+    adding. Draw number n depends on (seed, n) and the contents alone.
     """
 
-    def __init__(self, config: ReplayConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
+    def __init__(self, config: ReplayConfig, seed: int, gamma: float) -> None:
+        self.config, self.seed, self.gamma = config, seed, gamma
         self.num_added = self.num_draws = 0
         self._ring: dict[str, Array] = {}
 
@@ -143,7 +146,8 @@ class Replay:
                 "actions": Ragged(taken["actions"], ones),
                 "rewards": Ragged(taken["rewards"], ones),
                 "response_mask": Ragged(np.ones(size, bool), ones),
-                "terminated": taken["terminated"],
+                "discounts": np.where(taken["terminated"], 0.0, self.gamma).astype(np.float32),
+                "weights": np.ones(size, np.float32),
                 "final_observations": taken["final_observations"],
             }
         )

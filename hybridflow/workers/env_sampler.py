@@ -39,14 +39,17 @@ Ints = NDArray[np.int64]
 
 
 class NetworkSource(Protocol):
-    """Where the sampler reads its policy: the learner of the same process, or a replica of one elsewhere."""
+    """Where the sampler reads its policy, the network ``main``: the learner of the same process, or a replica of one
+    elsewhere."""
 
+    main: str
     networks: dict[str, torch.nn.Module]
     version: int
 
 
 class ExplorationConfig(Config):
-    """Epsilon-greedy: the chance of a uniformly drawn action falls linearly over the steps of all environments."""
+    """Keys of ``[exploration]``. Discrete actions: epsilon-greedy, where the chance of a uniformly drawn action falls
+    linearly over the steps of all environments. Continuous ones: normal noise."""
 
     epsilon_start: float = Field(1.0, ge=0, le=1)
     """chance at the first step"""
@@ -54,6 +57,8 @@ class ExplorationConfig(Config):
     """chance after the decay"""
     epsilon_decay_steps: int = Field(10_000, ge=1)
     """steps, over all environments together, in which it falls"""
+    noise: float = Field(0.1, gt=0)
+    """for td3 and ddpg: deviation of what is added to actions, in units of half the width of their bounds"""
 
     def epsilon(self, steps: Array) -> Array:
         """Chance of a uniform action after ``steps`` steps of all environments."""
@@ -65,7 +70,8 @@ class ExplorationConfig(Config):
 class EnvSampler:
     """Steps environments with the policy of the source that ``attach`` names.
 
-    With ``exploration`` the policy is epsilon-greedy in the network "q", otherwise it is the network "policy".
+    With ``exploration`` the policy is epsilon-greedy, with ``noise`` normal numbers of that deviation are added to its
+    actions. Rollouts that begin within the first ``random_steps`` of all environments draw actions evenly within bounds.
     """
 
     def __init__(
@@ -75,8 +81,11 @@ class EnvSampler:
         config: EnvironmentConfig,
         seed: int,
         exploration: ExplorationConfig | None = None,
+        noise: float = 0.0,
+        random_steps: int = 0,
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
+        self.noise, self.random_steps = noise, random_steps
         self.spaces = spaces_of(config)
         self.slots = Slots(config, seed, self.spaces)
         self._num_pieces: dict[int, int] = {}
@@ -118,14 +127,15 @@ class EnvSampler:
         self.slots.open(ids.tolist(), saved)
         steps = _Steps(num_steps, self.spaces)
         drawn, epsilon = self._drawn(ids, steps)
+        steps.at_random = self.slots.num_steps * self.config.num_envs < self.random_steps
         for t in range(steps.width):
             self.context.breathe()
             live, where = steps.live(t)
             observations = self.slots.observations[where]
-            distribution = self._distribution(observations)
-            if epsilon is not None:
-                distribution = distribution.explore(_like(epsilon[where, t], distribution.log_probabilities))
+            distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
             actions = distribution.sample(drawn[where, t]).cpu().numpy()
+            if (at_random := steps.at_random[where]).any():
+                actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
             steps.record(t, where, observations, actions, distribution)
             ended = self.slots.step(live, actions)
             steps.rewards[t, where] = self.slots.rewards[where]
@@ -164,7 +174,14 @@ class EnvSampler:
 
     @property
     def _network(self) -> Any:
-        return self.source.networks["q" if self.exploration else "policy"]
+        return self.source.networks[self.source.main]
+
+    def _exploring(self, observations: Array, epsilon: Array | None) -> Any:
+        """What actions are drawn from."""
+        distribution = self._distribution(observations)
+        if epsilon is not None:
+            return distribution.explore(_like(epsilon, distribution.log_probabilities))
+        return distribution.noisy(self.noise) if self.noise else distribution
 
     def _distribution(self, observations: Array) -> Any:
         return self._network.distribution(torch.from_numpy(observations).to(self._network.device))
@@ -246,6 +263,7 @@ class _Steps:
         self.observations = np.zeros(shape, self.types["observations"])
         self.actions = np.zeros(shape, self.types["actions"])
         self.rewards, self.log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.at_random = np.zeros(len(num_steps), bool)
         self.ends: dict[tuple[int, int], _Ending] = {}
         self._everyone = list(range(len(num_steps)))
         self._shortest, self._distributions = int(num_steps.min(initial=self.width)), list[Any]()
@@ -297,6 +315,8 @@ class _Steps:
             actions = torch.from_numpy(self.actions[taken])
             together = joined(self._distributions)
             self.log_probs[taken] = together.log_prob(actions.to(together.device)).float().cpu().numpy()
+            if self.at_random.any():
+                self.log_probs[:, self.at_random] = together.bounds.fill_log_prob
         columns = {name: getattr(self, name) for name in ("observations", "actions", "rewards", "log_probs")}
         return {name: values.swapaxes(0, 1)[taken.T] for name, values in columns.items()}
 

@@ -82,7 +82,7 @@ def test_dqn_solves_a_chain_and_finds_its_values():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
     algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
-    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1)
+    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1, gamma=GAMMA)
     assert np.mean(actor.sampler.evaluate(1)) == 0
     for _ in range(250):
         buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
@@ -113,7 +113,8 @@ def transitions():
         "observations": torch.tensor([0, 1]),
         "actions": torch.tensor([1, 0]),
         "rewards": torch.tensor([1.0, -3.0]),
-        "terminated": torch.tensor([False, True]),
+        "discounts": torch.tensor([0.5, 0.0]),
+        "weights": torch.ones(2),
         "final_observations": torch.tensor([1, 0]),
     }
 
@@ -121,7 +122,7 @@ def transitions():
 @pytest.mark.parametrize(("double", "bootstrap"), [(False, 8.0), (True, 6.0)])
 def test_dqn_loss_by_hand(double, bootstrap):
     networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[0.0, 0.0], [6.0, 8.0]])}
-    loss = dqn_loss.bind(gamma=0.5, double=double, huber_delta=1.0)
+    loss = dqn_loss.bind(double=double, huber_delta=1.0)
     result = loss(networks, transitions())
     first = 2.0 - (1.0 + 0.5 * bootstrap)
     assert result.columns["td_errors"].tolist() == [first, 7.0]
@@ -134,23 +135,23 @@ def test_dqn_loss_by_hand(double, bootstrap):
 
 def test_errors_count_linearly_beyond_huber_delta():
     networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[0.0, 0.0], [6.0, 8.0]])}
-    errors = dqn_loss(networks, transitions(), gamma=0.5).columns["td_errors"].tolist()
-    result = dqn_loss(networks, transitions(), gamma=0.5, huber_delta=4.0)
+    errors = dqn_loss(networks, transitions()).columns["td_errors"].tolist()
+    result = dqn_loss(networks, transitions(), huber_delta=4.0)
     assert errors == [-2.0, 7.0] and result.terms.tolist() == [0.5 * 2.0**2, 4.0 * (7.0 - 2.0)]
-    squared = dqn_loss(networks, transitions(), gamma=0.5).terms.tolist()
+    squared = dqn_loss(networks, transitions()).terms.tolist()
     assert squared == [0.5 * 2.0**2, 0.5 * 7.0**2]
 
 
 def test_a_terminated_transition_ignores_what_follows():
     networks = {"q": Table([[1.0, 2.0], [4.0, 3.0]]), "target": Table([[float("nan")] * 2, [6.0, 8.0]])}
-    result = dqn_loss(networks, transitions(), gamma=0.5)
+    result = dqn_loss(networks, transitions())
     assert torch.isfinite(result.terms).all()
 
 
 def test_dqn_loss_refuses_pieces_of_several_steps():
-    columns = {**transitions(), "final_observations": torch.tensor([1])}
+    columns = {**transitions(), "final_observations": torch.tensor([1]), "discounts": torch.tensor([0.5])}
     with pytest.raises(ContractError, match=r"2 steps in 1 rows.*one transition"):
-        dqn_loss({"q": Table([[0.0]]), "target": Table([[0.0]])}, columns, gamma=0.5)
+        dqn_loss({"q": Table([[0.0], [0.0]]), "target": Table([[0.0], [0.0]])}, columns)
 
 
 class Recorder:

@@ -36,7 +36,8 @@ def test_plain_values_come_back(state: Any, tmp_path_factory: pytest.TempPathFac
 
 
 def test_arrays_and_batches_come_back(tmp_path: Path) -> None:
-    arrays = [np.arange(3, dtype=np.uint8), np.ones((2, 0), np.float32), np.array(True), np.arange(6.0).reshape(2, 3).T]
+    empty = [np.ones((2, 0), np.float32), np.array([])]
+    arrays = [np.arange(3, dtype=np.uint8), *empty, np.array(True), np.arange(6.0).reshape(2, 3).T]
     arrays[0].flags.writeable = False
     tokens = Ragged(np.arange(5), np.array([2, 0, 3]))
     batch = Batch({"tokens": tokens, "scores": np.ones(3, np.float32), "response": np.array(["a", "", "ü"], object)})

@@ -13,7 +13,7 @@ from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.action_values import ActionValues, DiscreteActionValues, EnsembleMLP, Temperature
 from hybridflow.models.continuous import Bounds, Deterministic, DeterministicPolicy, Noisy, Squashed, SquashedGaussianPolicy
-from hybridflow.models.nets import MLP, NetConfig
+from hybridflow.models.nets import MLP, NetConfig, joined
 
 SEEN = spaces.Box(-1.0, 1.0, (3,), np.float32)
 DONE = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 10.0], np.float32))
@@ -74,7 +74,7 @@ def test_samples_are_functions_of_uniforms_and_follow_the_density():
     wide = Squashed(torch.zeros(20000, 2), torch.full((20000, 2), math.log(0.5)), Bounds(DONE))
     uniforms = torch.rand(20000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     actions = wide.sample(uniforms)
-    assert torch.equal(actions, wide.sample(uniforms)) and wide.num_uniforms == 2
+    assert torch.equal(actions, wide.sample(uniforms))
     units = wide.bounds.units(actions)
     assert units.abs().max() <= 1 and abs(units.mean()) < 0.02
     # The median of |tanh(0.5 z)| is tanh of half the median of |z|.
@@ -83,21 +83,29 @@ def test_samples_are_functions_of_uniforms_and_follow_the_density():
 
 
 def test_uniform_actions_fill_the_bounds():
-    uniform = squashed(0).uniform
+    bounds = Bounds(DONE)
     uniforms = torch.tensor([[0.0, 0.0], [0.5, 0.25], [1 - 2**-53, 0.75]], dtype=torch.float64)
-    assert uniform.sample(uniforms).tolist() == [[-2.0, 0.0], [0.0, 2.5], [2.0, 7.5]]
-    assert uniform.log_prob(torch.zeros(3, 2)).tolist() == pytest.approx([math.log(0.25)] * 3)
+    assert bounds.fill(uniforms).tolist() == [[-2.0, 0.0], [0.0, 2.5], [2.0, 7.5]]
+    assert bounds.fill_log_prob == pytest.approx(math.log(0.25))
 
 
 def test_exploration_noise_by_hand():
     greedy = Deterministic(torch.tensor([[0.0, 5.0], [2.0, 10.0]]), Bounds(DONE))
-    noisy = greedy.explore(torch.zeros(2), 0.1)
+    noisy = greedy.noisy(0.1)
     assert isinstance(noisy, Noisy)
     one_deviation = 0.8413447460685429
     moved = noisy.sample(torch.tensor([[one_deviation, 0.5], [one_deviation, 0.5]], dtype=torch.float64))
     torch.testing.assert_close(moved, torch.tensor([[0.2, 5.0], [2.0, 10.0]]))
     expected = 2 * (-0.5 * math.log(2 * math.pi) - math.log(0.1)) - 0.5
     assert noisy.log_prob(moved)[0].item() == pytest.approx(expected)
+
+
+def test_distributions_are_joined_with_their_bounds():
+    one, other = squashed(1), squashed(2)
+    together = joined([one, other])
+    assert torch.equal(together.mean, torch.cat([one.mean, other.mean])) and together.bounds is one.bounds
+    noisy = joined([Noisy(torch.zeros(2, 2), 0.1, one.bounds), Noisy(torch.ones(3, 2), 0.1, one.bounds)])
+    assert noisy.mean.shape == (5, 2) and noisy.std == 0.1
 
 
 def test_policies_depend_on_the_generator_alone_and_stay_within_bounds():

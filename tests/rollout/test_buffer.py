@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.rollout.buffer import Fifo, Replay, ReplayConfig
 
+GAMMA = 0.9
+
 
 def pieces(lengths, start=0, masked=()):
     """Pieces whose observations count up, so that every transition tells where it came from."""
@@ -46,7 +48,7 @@ def slow_transitions(batch):
 
 def rows_of(batch):
     columns = [batch[name].values for name in ("observations", "actions", "rewards")]
-    columns += [batch["terminated"], batch["final_observations"]]
+    columns += [batch["discounts"] == 0, batch["final_observations"]]
     return [tuple(float(x) for column in columns for x in np.ravel(column[row])) for row in range(len(batch))]
 
 
@@ -57,7 +59,7 @@ def rows_of(batch):
     st.booleans(),
 )
 def test_replay_holds_the_last_transitions_of_a_slow_twin(groups, capacity, drop_first_piece):
-    replay = Replay(ReplayConfig(capacity=capacity, batch_size=300, warmup=1), seed=3)
+    replay = Replay(ReplayConfig(capacity=capacity, batch_size=300, warmup=1), 3, GAMMA)
     expected, start = [], 0
     for lengths in groups:
         batch = pieces(lengths, start, masked=(0,) if drop_first_piece else ())
@@ -75,17 +77,21 @@ def test_replay_holds_the_last_transitions_of_a_slow_twin(groups, capacity, drop
 
 
 def test_replay_waits_for_the_warmup_and_gives_single_steps():
-    replay = Replay(ReplayConfig(capacity=100, batch_size=4, warmup=5), seed=1)
+    replay = Replay(ReplayConfig(capacity=100, batch_size=4, warmup=5), 1, GAMMA)
     replay.add(pieces([4]), 0)
     assert replay.sample(0) is None
     replay.add(pieces([1]), 0)
     batch = replay.sample(0)
     assert batch.lengths.tolist() == [1] * 4 and batch["response_mask"].values.all()
-    assert batch["rewards"].values.dtype == np.float32 and batch["terminated"].dtype == bool
+    assert (
+        batch["rewards"].values.dtype == np.float32
+        and set(batch["weights"]) == {1.0}
+        and batch["discounts"][0] == np.float32(GAMMA)
+    )
 
 
 def test_replay_draws_uniformly_and_differently_every_time():
-    replay = Replay(ReplayConfig(capacity=10, batch_size=5000, warmup=1), seed=1)
+    replay = Replay(ReplayConfig(capacity=10, batch_size=5000, warmup=1), 1, GAMMA)
     replay.add(pieces([10]), 0)
     first, second = replay.sample(0)["sample_id"], replay.sample(0)["sample_id"]
     assert not np.array_equal(first, second)
@@ -94,7 +100,7 @@ def test_replay_draws_uniformly_and_differently_every_time():
 
 
 def test_a_full_ring_does_not_change_what_was_sampled():
-    replay = Replay(ReplayConfig(capacity=4, batch_size=8, warmup=1), seed=1)
+    replay = Replay(ReplayConfig(capacity=4, batch_size=8, warmup=1), 1, GAMMA)
     replay.add(pieces([4]), 0)
     sampled = replay.sample(0)
     before = rows_of(sampled)
@@ -105,11 +111,11 @@ def test_a_full_ring_does_not_change_what_was_sampled():
 @pytest.mark.parametrize("before_save", [3, 12])
 def test_replay_resumes_exactly(before_save):
     config = ReplayConfig(capacity=8, batch_size=6, warmup=1)
-    replay = Replay(config, seed=2)
+    replay = Replay(config, 2, GAMMA)
     replay.add(pieces([before_save]), 0)
     replay.sample(0)
     saved = pickle.dumps(replay.state_dict())
-    resumed = Replay(config, seed=2)
+    resumed = Replay(config, 2, GAMMA)
     resumed.load_state_dict(pickle.loads(saved))
     for buffer in (replay, resumed):
         buffer.add(pieces([2, 3], start=70), 0)
@@ -120,7 +126,7 @@ def test_replay_resumes_exactly(before_save):
 
 
 def test_a_saved_state_does_not_follow_the_buffer():
-    replay = Replay(ReplayConfig(capacity=4, batch_size=2, warmup=1), seed=1)
+    replay = Replay(ReplayConfig(capacity=4, batch_size=2, warmup=1), 1, GAMMA)
     replay.add(pieces([4]), 0)
     state = replay.state_dict()
     replay.add(pieces([4], start=50), 0)

@@ -14,6 +14,7 @@ from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import WorkerContext, control_protocol, verb_of
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
+from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.nets import NetConfig, make_policy, make_q
 from hybridflow.workers import env_sampler
 from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
@@ -50,7 +51,7 @@ def sampler_for(config, *, exploration=None, seed=5, version=0, rank=0, ranks=1)
     else:
         networks = {"policy": make_policy(observation_space, action_space, NetConfig(hidden=(8,)), generator)}
     sampler = EnvSampler(WorkerContext(mesh=Mesh(dp=ranks), rank=rank), config=config, seed=seed, exploration=exploration)
-    sampler.attach(SimpleNamespace(networks=networks, version=version))
+    sampler.attach(SimpleNamespace(networks=networks, main=next(iter(networks)), version=version))
     return sampler
 
 
@@ -168,6 +169,40 @@ def test_continuous_actions():
     with torch.no_grad():
         again = sampler.source.networks["policy"].outputs(batch)["log_probs"].numpy()
     np.testing.assert_allclose(batch["log_probs"].values, again, atol=1e-5)
+
+
+def bounded(kind, *, noise=0.0, random_steps=0, num_envs=2, steps=40):
+    config = EnvironmentConfig(id="Pendulum-v1", num_envs=num_envs, steps_per_rollout=steps)
+    policy = kind(*spaces_of(config), NetConfig(hidden=(8,)), torch_generator(1, "init"))
+    sampler = EnvSampler(WorkerContext(), config=config, seed=5, noise=noise, random_steps=random_steps)
+    sampler.attach(SimpleNamespace(networks={"policy": policy}, main="policy", version=0))
+    return policy, lambda: sampler.rollout(rollout_source(config))
+
+
+@torch.no_grad()
+def test_squashed_actions_begin_at_random_and_then_follow_the_policy():
+    policy, rollout = bounded(SquashedGaussianPolicy, random_steps=100)
+    at_random = [rollout() for _ in range(2)]  # 80 steps of all environments, then 160
+    followed = rollout()
+    for batch in at_random:
+        actions = batch["actions"].values
+        assert np.abs(actions).max() <= 2 and abs(np.abs(actions).mean() - 1) < 0.2
+        np.testing.assert_allclose(batch["log_probs"].values, -np.log(2), rtol=1e-6)
+    distribution = policy.distribution(torch.tensor(followed["observations"].values))
+    expected = distribution.log_prob(torch.tensor(followed["actions"].values)).numpy()
+    np.testing.assert_allclose(followed["log_probs"].values, expected, atol=1e-5)
+    assert np.abs(followed["log_probs"].values + np.log(2)).min() > 1e-6
+
+
+@torch.no_grad()
+def test_deterministic_actions_carry_noise_in_units_of_the_bounds():
+    policy, rollout = bounded(DeterministicPolicy, noise=0.1, steps=300)
+    batch = rollout()
+    greedy = policy.perturbed(torch.tensor(batch["observations"].values)).numpy()
+    noise = (batch["actions"].values - greedy)[:, 0] / 2
+    assert abs(noise.mean()) < 0.02 and noise.std() == pytest.approx(0.1, rel=0.1)
+    expected = -0.5 * (noise / 0.1) ** 2 - np.log(0.1 * np.sqrt(2 * np.pi))
+    np.testing.assert_allclose(batch["log_probs"].values, expected, atol=1e-4)
 
 
 def test_exploration_decays_over_the_steps_of_all_environments():

@@ -93,7 +93,8 @@ def pieces(lengths: list[int]) -> Batch:
             "log_probs": like(rng.normal(-0.7, 0.1, total).astype(np.float32)),
             "advantages": like(rng.normal(size=total).astype(np.float32)),
             "response_mask": like(np.ones(total, bool)),
-            "terminated": rng.random(rows) < 0.3,
+            "discounts": np.where(rng.random(rows) < 0.3, 0.0, 0.9).astype(np.float32),
+            "weights": np.ones(rows, np.float32),
             "final_observations": rng.normal(size=(rows, 4)).astype(np.float32),
         }
     )
@@ -153,7 +154,7 @@ CASES = {
     "per row": Case(partial(text_networks, TextPolicy), uneven, ppo_clip.bind(clip=0.2, aggregation="sequence_mean")),
     "value": Case(partial(text_networks, TextCritic), uneven, value_loss.bind(clip=0.2)),
     "dpo": Case(partial(text_networks, TextPolicy), partial(pairs, 5), dpo.bind(beta=0.3)),
-    "dqn": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind(gamma=0.9)),
+    "dqn": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind()),
     "steps of pieces": Case(partial(net_networks, "policy"), partial(pieces, [5, 1, 9, 3]), PPO),
     "one unit": Case(partial(text_networks, TextPolicy), partial(batch, 1), PPO),
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),

@@ -1,0 +1,106 @@
+"""The networks that a run in environments trains, by the algorithm: which there are, which of them train, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_model
+from torch import nn
+
+from hybridflow.config import RunConfig
+from hybridflow.core.errors import ModelError
+from hybridflow.core.roles import ActionSpace
+from hybridflow.core.seeding import torch_generator
+from hybridflow.models.action_values import ActionValues, DiscreteActionValues, Temperature
+from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
+from hybridflow.models.nets import make_policy, make_q, make_value
+from hybridflow.workers.learner import Trained
+
+__all__ = ["WEIGHTS", "action_space", "actor_networks", "critic_networks", "main_network", "trained_besides"]
+
+WEIGHTS = "policy.safetensors"
+Spaces = tuple[Any, Any]
+Built = dict[str, nn.Module]
+
+
+def main_network(config: RunConfig) -> str:
+    """The network that acts."""
+    return "q" if config.algorithm == "dqn" else "policy"
+
+
+def action_space(spaces: Spaces) -> ActionSpace:
+    """What algorithms know of the space of actions."""
+    space = spaces[1]
+    return ActionSpace(True, int(space.n)) if _is_discrete(space) else ActionSpace(False, len(space.low.reshape(-1)))
+
+
+def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
+    """What the actor's learner holds; those that start from ``[actor] model`` read it."""
+    networks = {"dqn": _dqn, "sac": _sac, "td3": _deterministic, "ddpg": _deterministic}.get(config.algorithm, _policy)(
+        spaces, config
+    )
+    if config.actor.model is not None:
+        path = Path(config.actor.model) / WEIGHTS
+        if not path.is_file():
+            raise ModelError(f"actor.model: {path} is missing; expected the model folder of a run in this environment")
+        for name in {"q", "target", "policy", "target_policy"} & networks.keys():
+            load_model(networks[name], str(path))
+    return {name: network.to(config.torch_device) for name, network in networks.items()}
+
+
+def critic_networks(spaces: Spaces, config: RunConfig) -> Built:
+    """What the critic's learner holds, of methods that have one."""
+    network = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    return {"value": network.to(config.torch_device)}
+
+
+def trained_besides(config: RunConfig, total_steps: int) -> Mapping[str, Trained]:
+    """The networks besides the main one that the actor's learner trains."""
+    if config.algorithm not in ("sac", "td3", "ddpg"):
+        return {}
+    others = {"critic": Trained(config.critic.optimizer, total_steps)}
+    if config.algorithm == "sac" and config.sac.adapt:
+        others["temperature"] = Trained(config.actor.optimizer.model_copy(update={"freeze": ()}), total_steps)
+    return others
+
+
+def _copies(names: tuple[str, ...], make: Callable[[], nn.Module]) -> Built:
+    """Equal networks: targets start as those that they follow."""
+    return {name: make() for name in names}
+
+
+def _policy(spaces: Spaces, config: RunConfig) -> Built:
+    return {"policy": make_policy(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
+
+
+def _dqn(spaces: Spaces, config: RunConfig) -> Built:
+    return _copies(("q", "target"), lambda: make_q(*spaces, config.actor.net, torch_generator(config.seed, "init", 0)))
+
+
+def _sac(spaces: Spaces, config: RunConfig) -> Built:
+    observed, done = spaces
+    net, seed = config.critic.net, config.seed
+    built: Built = {"temperature": Temperature(config.sac.temperature)}
+    if _is_discrete(done):
+        built |= _policy(spaces, config)
+        number = int(done.n)
+        make = lambda: DiscreteActionValues(observed, number, net, torch_generator(seed, "init", 1), 2)  # noqa: E731
+        return built | _copies(("critic", "target_critic"), make)
+    built["policy"] = SquashedGaussianPolicy(*spaces, config.actor.net, torch_generator(seed, "init", 0))
+    return built | _critics(spaces, config, 2)
+
+
+def _deterministic(spaces: Spaces, config: RunConfig) -> Built:
+    make = lambda: DeterministicPolicy(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))  # noqa: E731
+    return _copies(("policy", "target_policy"), make) | _critics(spaces, config, 1 if config.algorithm == "ddpg" else 2)
+
+
+def _critics(spaces: Spaces, config: RunConfig, members: int) -> Built:
+    make = lambda: ActionValues(*spaces, config.critic.net, torch_generator(config.seed, "init", 1), members)  # noqa: E731
+    return _copies(("critic", "target_critic"), make)
+
+
+def _is_discrete(space: Any) -> bool:
+    return type(space).__name__ == "Discrete"
