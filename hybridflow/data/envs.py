@@ -103,7 +103,7 @@ class Slot:
         """Start an episode."""
         observation, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
         self.episode, self.episode_return = episode, 0.0
-        self.actions: list[Array] = []
+        self.actions: list[Any] = []
         self.observation = self._copied(observation)
 
     def step(self, action: Array) -> Transition:
@@ -145,7 +145,8 @@ class Slot:
 def _native(space: Any) -> Callable[[Array], Any]:
     """Makes of an action what the environment takes: numbered from its own start, or clipped to its bounds."""
     if type(space).__name__ == "Discrete":
-        return (lambda action: action) if space.start == 0 else (lambda action: space.start + action)
+        start = int(space.start)
+        return lambda action: start + int(action)
     return lambda action: np.clip(action, space.low, space.high).astype(space.dtype)
 
 

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.core.fields import FIELDS
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.parts import run_microbatches
 from hybridflow.workers.units import Units
 
-__all__ = ["action_columns", "forward", "score_rows"]
+__all__ = ["forward", "score_rows"]
 
 
 def forward(
@@ -24,17 +22,18 @@ def forward(
 ) -> dict[str, Ragged]:
     """Outputs of a model without gradients, as time columns with zeros outside the action steps; of a pipeline ``pp``, on
     its last stage. Ranks whose forwards wait for each other run them ``together``."""
-    units, mask = Units.of(batch, "row"), batch.ragged("response_mask")
-    pulled = units.load(batch, np.arange(len(units)))
+    batch = batch.select((*model.inputs, "response_mask"))
+    units, mask = Units.of(batch, model.unit), batch.ragged("response_mask")
     out = {name: np.zeros(len(mask.values), np.float32) for name in names}
-    micros = [pulled.take(index) for index in plan_microbatches(units.weights, token_budget)]
+    micros = units.load(batch, np.arange(len(units)), next(model.parameters()).device).microbatches(token_budget)
 
-    def keep(number: int, _: Batch, outputs: Mapping[str, Tensor]) -> None:
+    def keep(number: int, _: Any, outputs: Mapping[str, Tensor]) -> None:
         for name in names:
             out[name][micros[number].units.places.values] = outputs[name].float().cpu().numpy()
 
     blanks = together.most(len(micros)) - len(micros)
-    run_microbatches(model, (micro.batch() for micro in micros), keep, pp, train=False, blanks=blanks)
+    seen = (micro.seen(model) for micro in micros)
+    run_microbatches(model, seen, keep, pp, train=False, blanks=blanks)
     return {name: mask.like(values) for name, values in out.items()}
 
 
@@ -48,16 +47,3 @@ def score_rows(model: Any, batch: Batch, token_budget: int, pp: Line = ALONE, to
     blanks = together.most(len(micros)) - len(micros)
     run_microbatches(model, (batch.rows(index) for index in micros), keep, pp, train=False, blanks=blanks)
     return scores
-
-
-def action_columns(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
-    mask = batch.ragged("response_mask")
-    columns = {"row_index": torch.tensor(mask.row_index[mask.values], device=device)}
-    for name in batch.columns:
-        column = batch[name]
-        if FIELDS[name].axis == "time" and isinstance(column, Ragged):
-            columns[name] = torch.tensor(column.values[mask.values], device=device)
-        elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
-            columns[name] = torch.tensor(column, device=device)
-    return columns

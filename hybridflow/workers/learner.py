@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.reshard.execute import HybridWeights, Transition
 from hybridflow.reshard.memory import Arena
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
-from hybridflow.workers.forward import action_columns, forward, score_rows
+from hybridflow.workers.forward import forward, score_rows
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.networks import Networks, all_tensors, as_array, tensors
@@ -53,7 +54,7 @@ from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, freeze
 from hybridflow.workers.parts import Cut, Lines, run_microbatches
 from hybridflow.workers.publish import Published, buckets, checksum, probe_texts
-from hybridflow.workers.units import Pulled, Units
+from hybridflow.workers.units import Columns, Pulled, PulledSteps, Units, action_columns
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
 __all__ = ["Learner", "Trained", "UpdatePlan"]
@@ -121,6 +122,7 @@ class Learner(Shelved):
         self.optimizers = {self.main: self.optimizer, **rest}
         for name, network in self.networks.items():
             network.requires_grad_(False) if name not in self.optimizers else None
+        self._observed: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory
@@ -187,14 +189,20 @@ class Learner(Shelved):
         units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
         epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
         own = np.unique(np.concatenate([part for minibatches in epochs for _, part, _ in minibatches]))
-        pulled, mask, samples = units.load(batch, own), batch.ragged("response_mask"), batch["sample_id"]
+        pulled = units.load(batch, own, self._device)
+        mask, samples = batch.ragged("response_mask"), batch["sample_id"]
         for epoch, minibatches in enumerate(epochs):
             written = {name: np.zeros(len(mask.values), np.float32) for loss in losses for name in loss.writes}
+            parts = np.concatenate([part for _, part, _ in minibatches])
+            shuffled, start = pulled.take(parts if len(own) == len(units) else np.searchsorted(own, parts)), 0
             for number, (index, part, forwards) in enumerate(minibatches):
-                mine = pulled.take(np.searchsorted(own, part))
-                drift = self._minibatch(units.take(index), mine, forwards, losses, written, samples)
+                mine = shuffled.part(start, start + len(part))
+                start += len(part)
+                whole = mine.units if part is index else units.take(index)
+                drift = self._minibatch(whole, mine, forwards, losses, written, samples)
                 if epoch == number == 0 and (drift or self.context.mesh.dp > 1):
                     self._observe_drift(drift)
+            self._add_up()
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
@@ -215,7 +223,7 @@ class Learner(Shelved):
     def _minibatch(
         self,
         whole: Units,
-        part: Pulled,
+        part: Pulled | PulledSteps,
         forwards: int,
         losses: Sequence[Fn],
         written: Mapping[str, np.ndarray],
@@ -226,14 +234,14 @@ class Learner(Shelved):
         if len(whole) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return []
-        micros = [part.take(index) for index in plan_microbatches(part.units.weights, self.plan.token_budget)]
-        kept = [micro.batch() for micro in micros] if len(losses) > 1 else None
+        micros = part.microbatches(self.plan.token_budget)
+        kept = [micro.seen(self.model) for micro in micros] if len(losses) > 1 else None
         drift: list[Tensor] = []
         for loss in losses:
             trained = self._trained_by(loss)
             with self._alone(trained):
-                batches = kept or (micro.batch() for micro in micros)
-                drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written)
+                batches = kept or (micro.seen(self.model) for micro in micros)
+                drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written, samples)
             self._step(loss, trained, samples[whole.rows.values])
         return drift
 
@@ -259,10 +267,11 @@ class Learner(Shelved):
         self,
         loss: Fn,
         whole: Units,
-        micros: Sequence[Pulled],
-        batches: Iterable[Batch],
+        micros: Sequence[Pulled | PulledSteps],
+        batches: Iterable[Batch | Columns],
         blanks: int,
         written: Mapping[str, np.ndarray],
+        samples: np.ndarray,
     ) -> list[Tensor]:
         """Gradients of a loss for what it trains, of the whole minibatch on every rank; the drift of the ``micros``."""
         normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
@@ -270,14 +279,16 @@ class Learner(Shelved):
         for optimizer in trained.values():
             optimizer.zero_grad()
 
-        def terms(number: int, seen: Batch, outputs: Any) -> Tensor:
+        def terms(number: int, seen: Batch | Columns, outputs: Any) -> Tensor:
             self.context.breathe()
-            columns, places = action_columns(seen, self._device), micros[number].units.places.values
+            columns = action_columns(seen, self._device) if isinstance(seen, Batch) else seen
+            units = micros[number].units
+            places = units.places.values
             if loss.noise:
-                columns["noise"] = self._noise(loss, places, columns["actions"])
+                columns = columns | {"noise": self._noise(loss, places, columns["actions"])}
             result: Loss = loss(outputs, columns)
             total = result.terms.sum() / normaliser
-            self._check_finite(float(total.detach()), f"loss {loss.name}", seen["sample_id"])
+            self._check_finite(float(total.detach()), f"loss {loss.name}", samples[units.rows.values])
             self._observe(loss, result)
             drift.extend([] if result.drift is None else [result.drift])
             for name in loss.writes:
@@ -312,7 +323,7 @@ class Learner(Shelved):
         """``values``, summed over the data-parallel blocks."""
         return self.context.sum(torch.from_numpy(values).to(self._device)).cpu().numpy()
 
-    @property
+    @cached_property
     def _device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
@@ -321,7 +332,15 @@ class Learner(Shelved):
         prefix = "" if not loss.trains or self.main in loss.trains else f"{loss.trains[0]}_"
         metrics = {f"{prefix}loss": result.terms.detach(), **result.metrics}
         for name, values in metrics.items():
-            self.context.metrics.add(name, float(values.sum()), values.numel())
+            self._observed[name].append(values)
+
+    def _add_up(self) -> None:
+        """Report what was observed since the last time: values are added up together, which costs less, and waits for a GPU
+        once."""
+        for name, parts in self._observed.items():
+            values = torch.cat([part.flatten() for part in parts])
+            self.context.metrics.add(name, float(values.sum(dtype=torch.float64)), values.numel())
+        self._observed.clear()
 
     def _observe_drift(self, parts: list[Tensor]) -> None:
         """How far the learner is from the policy that sampled, before an update changes it: [N] differences of

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -54,6 +54,51 @@ def learning_rate_scale(config: OptimizerConfig, step: int, total_steps: int) ->
     return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0
 
 
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019) by torch's fused kernel, over groups of (parameters,
+    weight decay). ``state`` and steps are those of ``torch.optim.AdamW``, whose bookkeeping takes longer than small
+    networks do."""
+
+    def __init__(self, groups: Sequence[tuple[list[Tensor], float]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": params, "weight_decay": decay, "lr": config.lr} for params, decay in groups
+        ]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        config = self.config
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not moved:
+                continue
+            states = [self.state.get(parameter) or self._begin(parameter) for parameter in moved]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                moved,
+                [parameter.grad for parameter in moved],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=group["weight_decay"],
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        self.state[parameter] = {"step": step, **{key: torch.zeros_like(parameter) for key in MOMENTS}}
+        return self.state[parameter]
+
+
 class Optimizer:
     """Steps the trained parameters of ``module``.
 
@@ -69,11 +114,11 @@ class Optimizer:
         freeze(module, config.freeze, whole=cut is None)
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = self._make_masters()
+        self._rounds = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         decayed = [master for name, master in self.masters.items() if self.parameters[name].dim() >= 2]
         others = [master for name, master in self.masters.items() if self.parameters[name].dim() < 2]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        betas = (config.beta1, config.beta2)
-        self.adamw = torch.optim.AdamW(groups, config.lr, betas, config.eps, config.weight_decay, fused=True)
+        groups = [(decayed, config.weight_decay), (others, 0.0)] if config.weight_decay else [([*decayed, *others], 0.0)]
+        self.adamw = AdamW(groups, config)
 
     def _make_masters(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = {}
@@ -85,7 +130,8 @@ class Optimizer:
         return masters
 
     def zero_grad(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
+        for master in self.masters.values():
+            master.grad = None
 
     def reduce_gradients(self, over_ranks: Callable[[Tensor], Tensor] | None) -> None:
         """Make the gradients those of the whole minibatch. ``over_ranks`` sums a tensor over the ranks that hold the same
@@ -126,10 +172,13 @@ class Optimizer:
 
     def clip(self) -> float:
         """Scale the gradients down to ``max_grad_norm``; returns their norm before."""
-        if self.cut is None:
-            return float(nn.utils.clip_grad_norm_(self.masters.values(), self.config.max_grad_norm))
-        gradients, lines = self._gradients(), self.cut.lines
-        norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
+        gradients = self._gradients()
+        if self.cut is not None:
+            lines = self.cut.lines
+            norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
+        else:
+            norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros(())]
+            norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
         self._scale_down(gradients, norm)
         return norm
 
@@ -147,20 +196,16 @@ class Optimizer:
         self._round()
 
     def _align(self) -> None:
-        """Let gradients and moments lie as their masters do, of which some are stored transposed: the fused AdamW goes
-        through memory and looks at no strides."""
+        """Let gradients lie as their masters do, of which some are stored transposed: the fused AdamW goes through memory
+        and looks at no strides."""
         for master in self.masters.values():
-            if master.grad is not None and master.grad.stride() != master.stride():
-                master.grad = torch.empty_like(master).copy_(master.grad)
-            state = self.adamw.state.get(master, {})
-            for key in state.keys() & set(MOMENTS):
-                if state[key].stride() != master.stride():
-                    state[key] = torch.empty_like(master).copy_(state[key])
+            if master.grad is not None:
+                master.grad = _lying_like(master, master.grad)
 
+    @torch.no_grad()
     def _round(self) -> None:
-        with torch.no_grad():
-            for name, master in self._copies().items():
-                self.parameters[name].copy_(master)
+        for name, master in self._copies().items() if self._rounds else ():
+            self.parameters[name].copy_(master)
 
     def _copies(self) -> dict[str, Tensor]:
         """The masters that are not the weights themselves."""
@@ -190,7 +235,7 @@ class Optimizer:
         self.adamw.state.clear()
         for name, master in self.masters.items():
             if (step := read("step", name)) is not None:
-                moments = {key: self._kept(name, read(key, name)) for key in MOMENTS}
+                moments = {key: _lying_like(master, self._kept(name, read(key, name))) for key in MOMENTS}
                 self.adamw.state[master] = {"step": step.to(master.device), **moments}
             saved = read("master", name)
             if saved is not None or name in self._copies():
@@ -201,6 +246,11 @@ class Optimizer:
         """What this rank keeps of a slice, on its device."""
         assert tensor is not None, "what is kept of a parameter is kept together"
         return tensor.to(self.masters[name].device, torch.float32)
+
+
+def _lying_like(master: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, its numbers in the order in memory that those of the master have."""
+    return tensor if tensor.stride() == master.stride() else torch.empty_like(master).copy_(tensor)
 
 
 def training_bytes(module: nn.Module) -> tuple[int, int]:

@@ -29,8 +29,8 @@ from hybridflow.parallel.shard import Shard
 
 __all__ = ["WHOLE", "Cut", "Lines", "run_microbatches"]
 
-Use = Callable[[int, Batch, Any], Any]
-"""(number of the microbatch, its rows, the model's outputs) -> what is wanted of it; in training, its loss"""
+Use = Callable[[int, Any, Any], Any]
+"""(number of the microbatch, what the model saw of it, the outputs) -> what is wanted of it; in training, its loss"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ WHOLE = Lines()
 
 def run_microbatches(
     model: Any,
-    batches: Iterable[Batch],
+    batches: Iterable[Any],
     use: Use,
     pp: Line,
     *,
     train: bool,
-    read: Callable[[Batch], Any] | None = None,
+    read: Callable[[Any], Any] | None = None,
     blanks: int = 0,
 ) -> dict[int, Any]:
     """``use`` the outputs of every microbatch: its results by number, on the last pipeline stage.

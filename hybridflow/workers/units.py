@@ -1,21 +1,26 @@
 """What minibatches are made of: rows, groups of rows or single steps.
 
 ``Units`` are known by index, from the masks (and groups) alone, so every rank can deal the units of a whole batch;
-``Pulled`` are those whose values it has pulled.
+``Pulled`` and ``PulledSteps`` are those whose values it has pulled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hybridflow.core.batch import Batch, Ragged
+from hybridflow.core.fields import FIELDS
+from hybridflow.workers.microbatch import plan_microbatches
 
-__all__ = ["Pulled", "Units"]
+__all__ = ["Columns", "Pulled", "PulledSteps", "Units", "action_columns"]
 
+Columns = dict[str, Tensor]
 Ints = NDArray[np.int64]
 Kind = Literal["row", "step", "group"]
 
@@ -64,23 +69,34 @@ class Units:
 
     def take(self, index: Ints) -> Units:
         """The units at ``index``."""
+        if self.kind == "step":  # one row and one place each
+            ones = self.weights[: len(index)]
+            rows, places = self.rows.values[index], self.places.values[index]
+            return Units(self.kind, Ragged(rows, ones), Ragged(places, ones), ones)
         return Units(self.kind, self.rows.rows(index), self.places.rows(index), self.weights[index])
 
-    def load(self, batch: Batch, index: Ints) -> Pulled:
-        """The units at ``index`` (ascending), with their values. These have to be all units of ``batch``; no other rows of
-        it are pulled."""
+    def part(self, start: int, stop: int) -> Units:
+        """The steps from ``start`` up to ``stop``."""
+        ones = self.weights[start:stop]
+        rows, places = self.rows.values[start:stop], self.places.values[start:stop]
+        return Units(self.kind, Ragged(rows, ones), Ragged(places, ones), ones)
+
+    def load(self, batch: Batch, index: Ints, device: torch.device) -> Pulled | PulledSteps:
+        """The units at ``index`` (ascending), with their values, of steps on that ``device``. These have to be all units
+        of ``batch``; no other rows of it are pulled."""
         units = self.take(index)
         rows = np.unique(units.rows.values)
         values = (batch if len(rows) == len(batch) else batch.rows(rows)).load()
-        if self.kind != "step":
-            return Pulled(units, values, units.rows.like(np.searchsorted(rows, units.rows.values)))
-        pulled = np.flatnonzero(np.isin(self.rows.values, rows))
-        return Pulled(units, values.steps(), units.rows.like(np.searchsorted(pulled, index)))
+        if self.kind == "step":
+            pulled = np.flatnonzero(np.isin(self.rows.values, rows))
+            return PulledSteps.of(units, values, np.searchsorted(pulled, index), device)
+        return Pulled(units, values, units.rows.like(np.searchsorted(rows, units.rows.values)))
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """Units and their values: ``index`` [U] are the rows (or steps) of each in ``values``, which may have others too."""
+    """Units and their values, for models on rows: ``index`` [U] are the rows of each in ``values``, which may have others
+    too."""
 
     units: Units
     values: Batch
@@ -90,9 +106,74 @@ class Pulled:
         """The units at ``index``."""
         return Pulled(self.units.take(index), self.values, self.index.rows(index))
 
+    def part(self, start: int, stop: int) -> Pulled:
+        """The units from ``start`` up to ``stop``."""
+        return self.take(np.arange(start, stop))
+
+    def microbatches(self, token_budget: int) -> list[Pulled]:
+        """What goes through a model together."""
+        return [self.take(index) for index in plan_microbatches(self.units.weights, token_budget)]
+
     def batch(self) -> Batch:
-        """The rows (or steps) of each unit side by side."""
+        """The rows of each unit side by side."""
         return self.values.rows(self.index.values)
+
+    def seen(self, model: Any) -> Batch | Columns:
+        """What the model reads: a batch, or what a loss sees of it for networks on single steps."""
+        return self.batch() if model.unit == "row" else action_columns(self.batch(), model.device)
+
+
+@dataclass(frozen=True)
+class PulledSteps:
+    """Single steps and their values as a loss sees them: each step is a row. Parts of them copy nothing."""
+
+    units: Units
+    columns: Columns
+
+    @staticmethod
+    def of(units: Units, values: Batch, index: Ints, device: torch.device) -> PulledSteps:
+        """``index`` [U]: the place of each among the action steps of ``values``."""
+        every = PulledSteps(units, action_columns(values.steps(), device))
+        return every if len(index) == len(every.columns["row_index"]) else every._taken(units, index)
+
+    def _taken(self, units: Units, index: Ints) -> PulledSteps:
+        places = torch.from_numpy(index).to(self.columns["row_index"].device)
+        taken = {name: column.index_select(0, places) for name, column in self.columns.items() if name != "row_index"}
+        return PulledSteps(units, taken | {"row_index": self.columns["row_index"][: len(index)]})
+
+    def take(self, index: Ints) -> PulledSteps:
+        """The steps at ``index``."""
+        return self._taken(self.units.take(index), index)
+
+    def part(self, start: int, stop: int) -> PulledSteps:
+        """The steps from ``start`` up to ``stop``."""
+        taken = {name: column[start:stop] for name, column in self.columns.items() if name != "row_index"}
+        row_index = self.columns["row_index"][: stop - start]
+        return PulledSteps(self.units.part(start, stop), taken | {"row_index": row_index})
+
+    def microbatches(self, token_budget: int) -> list[PulledSteps]:
+        """What goes through a model together."""
+        if len(self.units) <= token_budget:
+            return [self]
+        starts = range(0, len(self.units), token_budget)
+        return [self.part(start, min(start + token_budget, len(self.units))) for start in starts]
+
+    def seen(self, model: Any) -> Columns:
+        """What networks on single steps read."""
+        return self.columns
+
+
+def action_columns(batch: Batch, device: torch.device) -> Columns:
+    """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
+    mask = batch.ragged("response_mask")
+    columns = {"row_index": torch.tensor(mask.row_index[mask.values], device=device)}
+    for name in batch.columns:
+        column = batch[name]
+        if FIELDS[name].axis == "time" and isinstance(column, Ragged):
+            columns[name] = torch.tensor(column.values[mask.values], device=device)
+        elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
+            columns[name] = torch.tensor(column, device=device)
+    return columns
 
 
 def _rows(has_steps: NDArray[np.bool_]) -> tuple[Ints, Ints]:

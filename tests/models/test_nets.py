@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
-from hybridflow.models.nets import MLP, Categorical, Gaussian, NetConfig, make_policy, make_q, make_value
+from hybridflow.models.nets import MLP, Categorical, Gaussian, NetConfig, joined, make_policy, make_q, make_value
+from hybridflow.workers.units import action_columns
+
+seen = partial(action_columns, device=torch.device("cpu"))
 
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
 
@@ -98,7 +102,7 @@ def test_gaussian_matches_torch_and_inverts_the_normal_distribution():
 def test_outputs_are_packed_over_the_action_steps():
     batch = steps_batch()
     policy = make_policy(BOX, spaces.Discrete(4), NetConfig(), torch_generator(1, "policy"))
-    outputs = policy.outputs(batch)
+    outputs = policy.outputs(seen(batch))
     kept = batch.ragged("response_mask").values
     distribution = policy.distribution(torch.from_numpy(batch.ragged("observations").values[kept]))
     expected = distribution.log_prob(torch.from_numpy(batch.ragged("actions").values[kept]))
@@ -109,14 +113,14 @@ def test_outputs_are_packed_over_the_action_steps():
 def test_outputs_of_single_steps_equal_those_of_whole_pieces():
     batch = steps_batch()
     value = make_value(BOX, NetConfig(), torch_generator(1, "value"))
-    assert torch.equal(value.outputs(batch)["values"], value.outputs(batch.steps())["values"])
+    assert torch.equal(*(value.outputs(seen(rows))["values"] for rows in (batch, batch.steps())))
     assert value.bootstrap(batch).shape == (2,) and value.inputs == ("observations",)
 
 
 def test_networks_take_read_only_columns():
     batch = steps_batch().freeze()
     policy = make_policy(BOX, spaces.Discrete(4), NetConfig(), torch_generator(1, "policy"))
-    assert policy.outputs(batch)["log_probs"].shape == (4,)
+    assert policy.outputs(seen(batch))["log_probs"].shape == (4,)
 
 
 def test_gaussian_policy_on_a_box():
@@ -129,7 +133,7 @@ def test_gaussian_policy_on_a_box():
             "response_mask": Ragged(np.ones(3, bool), lengths),
         }
     )
-    outputs = policy.outputs(batch)
+    outputs = policy.outputs(seen(batch))
     assert outputs["entropy"].tolist() == pytest.approx([math.log(2 * math.pi * math.e)] * 3)
     outputs["log_probs"].sum().backward()
     assert policy.log_std.grad is not None and policy.log_std.grad.shape == (2,)
@@ -165,3 +169,40 @@ def test_unsupported_spaces_are_named(make):
     with pytest.raises(DataError, match=r"space .*(MultiBinary|Box)\(.*supported are") as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", [(), ("layers.0.weight", "layers.0.bias"), ("layers.2.weight", "layers.2.bias")])
+@pytest.mark.parametrize("of_input", [False, True])
+def test_layers_of_tanh_in_one_node_are_those_of_autograd(frozen, of_input):
+    one, other = (MLP((3, 8, 5, 2), "tanh", 1.0, torch_generator(1, "init")) for _ in range(2))
+    other.twice_differentiable = True
+    results = []
+    for net in (one, other):
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        x = torch.linspace(-2, 2, 12).reshape(4, 3).requires_grad_(of_input)
+        out = net(x)
+        (out**2).sum().backward()
+        results.append([out.detach(), x.grad, *(parameter.grad for parameter in net.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert (results[0][1] is None) == (not of_input)
+
+
+def test_gradients_of_gradients_are_refused_rather_than_wrong():
+    net = MLP((3, 8, 2), "tanh", 1.0, torch_generator(1, "init"))
+    (gradient,) = torch.autograd.grad((net(torch.ones(1, 3)) ** 2).sum(), net.layers[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+    net.twice_differentiable = True
+    (gradient,) = torch.autograd.grad((net(torch.ones(1, 3)) ** 2).sum(), net.layers[0].weight, create_graph=True)
+    gradient.sum().backward()
+    assert net.layers[0].weight.grad.abs().sum() > 0
+
+
+def test_distributions_join():
+    logits = torch.randn(3, 2).log_softmax(-1)
+    together = joined([Categorical(logits[:1]), Categorical(logits[1:])])
+    assert torch.equal(together.log_probabilities, logits)

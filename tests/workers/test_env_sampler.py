@@ -1,4 +1,5 @@
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -18,6 +19,9 @@ from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPo
 from hybridflow.models.nets import NetConfig, make_policy, make_q
 from hybridflow.workers import env_sampler
 from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
+from hybridflow.workers.units import action_columns
+
+seen = partial(action_columns, device=torch.device("cpu"))
 
 
 class Line(gymnasium.Env):
@@ -154,7 +158,7 @@ def test_log_probs_are_those_of_the_policy():
     sampler = sampler_for(config)
     batch = sampler.rollout(rollout_source(config))
     with torch.no_grad():
-        again = sampler.source.networks["policy"].outputs(batch)["log_probs"].numpy()
+        again = sampler.source.networks["policy"].outputs(seen(batch))["log_probs"].numpy()
     np.testing.assert_allclose(batch["log_probs"].values, again, atol=1e-6)
     assert 0 < batch["actions"].values.mean() < 1
 
@@ -167,7 +171,7 @@ def test_continuous_actions():
     assert actions.shape == (60, 1) and actions.dtype == np.float32
     assert 0.6 < actions.std() < 1.4 and len(np.unique(actions)) == 60
     with torch.no_grad():
-        again = sampler.source.networks["policy"].outputs(batch)["log_probs"].numpy()
+        again = sampler.source.networks["policy"].outputs(seen(batch))["log_probs"].numpy()
     np.testing.assert_allclose(batch["log_probs"].values, again, atol=1e-5)
 
 

@@ -11,11 +11,10 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.roles import Fn, WorkerContext
 from hybridflow.models.policy import TextPolicy, TextReward, fresh_score
 from hybridflow.ops.preference import dpo, ipo, kto, pairwise
-from hybridflow.workers.forward import action_columns
 from hybridflow.workers.learner import Learner, UpdatePlan
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
-from hybridflow.workers.units import Units
+from hybridflow.workers.units import Units, action_columns
 
 LOSSES = [
     pairwise.bind(),
@@ -106,7 +105,7 @@ def test_groups_of_any_size_weigh_their_rows_times_the_longest() -> None:
     units, lengths = Units.of(data, "group"), data.lengths
     assert [rows.tolist() for rows in units.rows] == [[1, 4], [0, 2, 3]]
     assert units.weights.tolist() == [2 * max(lengths[[1, 4]]), 3 * max(lengths[[0, 2, 3]])]
-    second = units.load(data, np.array([1]))
+    second = units.load(data, np.array([1]), torch.device("cpu"))
     assert second.batch()["sample_id"].tolist() == [0, 2, 3]
     assert second.units.num_actions == data.rows([0, 2, 3])["response_mask"].values.sum()
 
