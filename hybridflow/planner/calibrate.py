@@ -9,14 +9,38 @@ best), where derivatives mislead; so each constant is also searched on its own. 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Fitted", "fit"]
+from hybridflow.core.files import write_whole
+from hybridflow.planner.cluster import HERE, Cluster
+from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.graph import TaskGraph
+from hybridflow.planner.hardware import Probe, fingerprint, kept, load_probe
+from hybridflow.planner.mapping import DeviceMapping
+from hybridflow.planner.simulate import simulate
+
+__all__ = ["CONSTANTS", "Fitted", "Observation", "calibrate", "efficiency_of", "fit", "here_start", "keep"]
+
+CONSTANTS = ("compute", "decode_step_s", "decode_row_s", "call_s", "network", "copy")
+BOUNDS = {
+    "compute": (0.01, 1.5),
+    "decode_step_s": (1e-6, 1.0),
+    "decode_row_s": (1e-8, 0.1),
+    "call_s": (1e-6, 10.0),
+    "network": (0.01, 1.5),
+    "copy": (1e6, 1e12),
+}
+OPERATORS = 15
+"""small ones that a layer takes besides its products"""
+FILE = "efficiency.json"
 
 Array = NDArray[np.float64]
 Predict = Callable[[Mapping[str, float]], Sequence[float] | Array]
@@ -178,3 +202,84 @@ class _Problem:
         moves = (pulls * errors / np.maximum(1 - leverage, 0.1))[:, None] * (jacobian @ inverse)
         jackknife: Array = np.sqrt((count - 1) / count * (moves**2).sum(axis=0))
         return np.minimum(jackknife, PRIOR) if count > 1 else np.full(len(inverse), PRIOR)
+
+
+# ------------------------------------------------------------------------------------------- constants of the cost model
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run: its task graph and mapping, and the seconds that were measured of tasks, by name, and of a step."""
+
+    graph: TaskGraph
+    mapping: DeviceMapping
+    seconds: Mapping[str, float]
+    step_s: float
+
+
+def calibrate(observations: Sequence[Observation], start: Efficiency) -> tuple[Efficiency, Fitted]:
+    """The constants of ``start`` that fit best, and how well. Tasks count by their share of their step, and each step as
+    much as its tasks together. Tasks without a model, whose seconds are given, don't count."""
+
+    def predict(values: Mapping[str, float]) -> list[float]:
+        return [seconds for one in observations for seconds in _predicted(one, _with(start, values))]
+
+    observed = [seconds for one in observations for seconds in (*_counted(one).values(), one.step_s)]
+    weights = [seconds / one.step_s for one in observations for seconds in (*_counted(one).values(), one.step_s)]
+    found = fit(predict, observed, {name: getattr(start, name) for name in CONSTANTS}, BOUNDS, weights)
+    return _with(start, found.values), found
+
+
+def _with(start: Efficiency, values: Mapping[str, Any]) -> Efficiency:
+    return replace(start, **values)
+
+
+def _counted(one: Observation) -> dict[str, float]:
+    known = {role.name for role in one.graph.roles}
+    roles = {task.name: task.role for task in one.graph.tasks}
+    return {name: seconds for name, seconds in one.seconds.items() if roles[name] in known}
+
+
+def _predicted(one: Observation, efficiency: Efficiency) -> Iterator[float]:
+    estimates = CostModel(one.graph, efficiency).estimates(one.mapping)
+    yield from (estimates[name].seconds for name in _counted(one))
+    yield simulate(one.graph, one.mapping, estimates).step_s
+
+
+def here_start(probe: Probe) -> Efficiency:
+    """Where constants of this machine start: peaks were measured, so that nearly all of them can be reached."""
+    if probe.gpus:
+        return Efficiency(bandwidth=1.0, link=1.0)
+    return Efficiency(
+        compute=0.7,
+        decode_step_s=1e-3,
+        decode_row_s=2e-5,
+        call_s=5e-3,
+        network=1.0,
+        copy=probe.bandwidth[1] / 2,
+        bandwidth=1.0,
+        link=1.0,
+        launch_s=OPERATORS * probe.operator_s,
+        device="cpu",
+    )
+
+
+def efficiency_of(cluster: Cluster) -> Efficiency:
+    """Constants for a cluster: for machines here those that were fitted, or else where a fit would start; for others the
+    published ones."""
+    if any(machine.device.name != HERE for _, machine in cluster.machines):
+        return Efficiency()
+    start, found = here_start(load_probe()), kept(FILE)
+    return start if found is None else _with(start, {name: found[name]["value"] for name in CONSTANTS})
+
+
+def keep(found: Fitted, source: str) -> Path:
+    """Keep fitted constants of this machine for ``efficiency_of``; where they are. ``source``: of what run."""
+    path = fingerprint().folder / FILE
+    constants = {
+        name: {"value": value, "spread": found.spread[name], "determined": name in found.determined}
+        for name, value in found.values.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({**constants, "source": source}, indent=2).encode())
+    return path

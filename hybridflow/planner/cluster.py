@@ -25,7 +25,7 @@ from hybridflow.core.config import Config, parse, read_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.planner.hardware import load_probe
 
-__all__ = ["PRESETS", "Cluster", "Device", "Machine", "conflicts", "parse_cluster"]
+__all__ = ["HERE", "PRESETS", "Cluster", "Device", "Machine", "conflicts", "machine_here", "parse_cluster"]
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,21 @@ def _price(text: str, cost: str) -> float:
 
 def _named(kind: str, devices: int) -> Machine:
     if kind == HERE:
-        return _here(devices)
+        return machine_here(devices)
     if kind not in PRESETS:
         raise ConfigError([f"no machines {kind!r}{_nearest(kind, [*PRESETS, HERE])}"])
     return PRESETS[kind]
 
 
-def _here(devices: int) -> Machine:
-    """This machine, of which each of ``devices`` workers has a share of the cores, or a GPU."""
+def machine_here(workers: int, threads: int = 0) -> Machine:
+    """This machine, of which each of ``workers`` has a share of the cores, or so many ``threads``, or a GPU. ConfigError:
+    it was not measured."""
     probe = load_probe()
-    if probe.gpus and devices > probe.gpus:
+    if probe.gpus and workers > probe.gpus:
         raise ConfigError([f"here has {probe.gpus} GPUs; expected at most 1x{probe.gpus}"])
-    share = probe.share(devices)
+    share = probe.share(workers, threads)
     device = Device(HERE, share.flops, share.memory_bytes, share.bandwidth)
-    return Machine(device, devices, probe.link, probe.link, probe.link_latency_s, probe.link_latency_s)
+    return Machine(device, workers, probe.link, probe.link, probe.link_latency_s, probe.link_latency_s)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -67,15 +67,16 @@ class Probe:
     def gpus(self) -> int:
         return len(self.machine.gpus)
 
-    def share(self, workers: int) -> Share:
-        """Of each of ``workers``: a GPU, or a part of the cores, memory and bandwidth. Below a core a worker has a part
-        of the core's time."""
+    def share(self, workers: int, threads: int = 0) -> Share:
+        """Of each of ``workers``: a GPU, or a part of the cores, memory and bandwidth. A worker has its part of the cores
+        as threads, or ``threads``; where there are more threads than cores, each has a part of a core's time."""
         if self.gpus:
             return Share({dtype: rate[1] for dtype, rate in self.flops.items()}, self.memory_bytes, self.bandwidth[1])
         cores = self.machine.cores
-        threads, time = max(1, cores // workers), min(1.0, cores / workers)
+        threads = min(cores, threads or max(1, cores // workers))
+        time = min(1.0, cores / (workers * threads))
         flops = {dtype: time * _between(rates, threads) for dtype, rates in self.flops.items()}
-        bandwidth = min(_between(self.bandwidth, threads), self.bandwidth[cores] / workers)
+        bandwidth = min(_between(self.bandwidth, threads), max(self.bandwidth.values()) / workers)
         return Share(flops, self.memory_bytes / workers, bandwidth)
 
 
