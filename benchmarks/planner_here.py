@@ -7,9 +7,9 @@ the cost model are fitted to the runs of ``CALIBRATION`` alone; all others are p
 of prompts and responses and nothing else that was measured. --read prints the tables of runs that are there.
 
 Models: one of 5M parameters from random weights in float32 on the task "reverse", and SmolLM2-135M in bfloat16, whose upper
-half is trained, on "addition". Placements on two workers: together (all roles on both), split (the actor's roles on one, the
-critic's and the reward on the other), drawn (the sampler alone on one, all else on the other); one: a single worker that
-has all cores.
+half is trained, on "addition". Placements on two workers: together (all roles on both), split (the actor's roles on one,
+the critic's and the reward on the other), drawn (the sampler alone on one, all else on the other); one: a single worker
+that has all cores.
 
 The runs want the machine for themselves: the last table has the cores that other work kept busy before each.
 """
@@ -180,15 +180,10 @@ def _step(name: str, one: Observation, guess: Predicted, rounds: Sequence[Path])
 def _orders(names: Sequence[str], times: Mapping[str, tuple[float, float]]) -> Iterator[bool]:
     """Whether the order of placements by prediction is that by measurement; prints both."""
     by_measured, by_predicted = (sorted(names, key=lambda name: times[name][way]) for way in range(2))
-    shown = [
-        " < ".join(f"{name.split('-')[2]} {times[name][way]:.2f}" for name in order)
-        for way, order in enumerate((by_measured, by_predicted))
-    ]
-    same = by_measured == by_predicted
-    print(
-        f"{names[0].rpartition('-')[0]}: measured {shown[0]}; predicted {shown[1]}: {'the same order' if same else 'ANOTHER ORDER'}"
-    )
-    yield same
+    for what, way, order in (("measured ", 0, by_measured), ("predicted", 1, by_predicted)):
+        shown = " < ".join(f"{name.split('-')[2]} {times[name][way]:.2f} s" for name in order)
+        print(f"{names[0].rpartition('-')[0]}, {what}: {shown}")
+    yield by_measured == by_predicted
 
 
 def main() -> int:

@@ -80,6 +80,7 @@ examples:
   hybridflow plan run.toml --cluster h100:2x8 --picture plan.html --write planned.toml
   hybridflow plan run.toml --cluster a100-80g:1x8 --what-if devices=2,4,8,16,32
   hybridflow plan run.toml --cluster a100-80g:1x8 --what-if train.prompts_per_step=64,128,256
+  hybridflow plan runs/reverse --compare --calibrate
 kinds of machines: a100-80g, h100, h200, l40s, cpu, and here (what hybridflow probe has measured)
 what a task's seconds are made of:
   compute     matrix products, weights read, kernels launched  prefill     prompts of a rollout
@@ -205,6 +206,9 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     reshard.add_argument("--generation-dtype", choices=dtypes, help="default: that of the weights")
     reshard.add_argument("--json", action="store_true")
     _add_planning(command)
+    measured = "measure this machine for the planner: products, memory, what two processes send each other"
+    probe = command("probe", _probe, measured)
+    probe.add_argument("--json", action="store_true")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -225,6 +229,12 @@ def _add_planning(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--cluster",
         metavar="KIND:MACHINESxDEVICES",
         help="the best device mapping on such machines, or those of a TOML file",
+    )
+    asked.add_argument(
+        "--compare", action="store_true", help="seconds of a run's tasks, as predicted and as it took them here"
+    )
+    plan.add_argument(
+        "--calibrate", action="store_true", help="with --compare: fit the planner's constants for this machine to the run"
     )
     given = plan.add_argument_group("with --cluster")
     given.add_argument("--model", metavar="NAME", help="plan as if every role had a model of this size, like llama-7b")
@@ -353,12 +363,26 @@ def _plan(options: Any) -> None:
     from hybridflow.commands.plan import explain_memory
 
     given = {name: getattr(options, name) for name in MAPPING if getattr(options, name) is not None}
-    if options.cluster is not None:
+    if options.cluster is not None and not options.calibrate:
         return _plan_mapping(options, given)
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"plan: {named} says something about a device mapping; give --cluster too, like a100-80g:1x8")
+    if options.compare:
+        return _plan_compare(options)
+    if options.calibrate:
+        raise UserError("plan: --calibrate fits constants to a run; give a run directory and --compare too")
     explain_memory(options.source, options.overrides, options.json)
+
+
+def _plan_compare(options: Any) -> None:
+    from hybridflow.commands.compare import compare
+
+    if options.overrides:
+        raise UserError(
+            f"plan: --compare reads what a run did; {' '.join(options.overrides)} can't change it: leave that out"
+        )
+    compare(options.source, options.calibrate, options.json)
 
 
 def _plan_mapping(options: Any, given: dict[str, Any]) -> None:
@@ -380,6 +404,12 @@ def _plan_mapping(options: Any, given: dict[str, Any]) -> None:
             f"plan: --what-if prints a table of many mappings; --{', --'.join(files)} are for one: leave them out"
         )
     what_if(request, options.what_if, options.json)
+
+
+def _probe(options: Any) -> None:
+    from hybridflow.commands.probe import probe
+
+    probe(options.json)
 
 
 def _models(options: Any) -> None:

@@ -15,8 +15,9 @@ from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, ta
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError, UserError
 from hybridflow.core.files import write_whole
+from hybridflow.planner.calibrate import efficiency_of
 from hybridflow.planner.cluster import Cluster
-from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.cost import CostModel
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import Schedule
 from hybridflow.planner.search import Objective, Result, pool_seconds, search, step_seconds
@@ -65,7 +66,7 @@ class Problem(NamedTuple):
 
     def solved(self) -> tuple[CostModel, Result]:
         """ConfigError: nothing fits."""
-        cost, request = CostModel(self.graph, Efficiency()), self.request
+        cost, request = CostModel(self.graph, efficiency_of(self.request.cluster)), self.request
         return cost, search(self.graph, request.cluster, cost, schedule=request.schedule, objective=request.objective)
 
     @property

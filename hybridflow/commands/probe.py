@@ -41,7 +41,7 @@ def _lines(found: Probe) -> Iterator[tuple[str, str]]:
         yield f"weights read by few rows{_who(found, threads)}", f"{rate / 1e9:,.1f} GB/s"
     yield "all-reduce of two processes", f"{found.link / 1e9:,.2f} GB/s each way"
     yield "a message in it", f"{found.link_latency_s * 1e6:,.0f} µs"
-    yield "a small operator", f"{found.operator_s * 1e6:,.1f} µs"
+    yield "a layer of a tiny decoder", f"{found.layer_s * 1e6:,.1f} µs"
 
 
 def _who(found: Probe, threads: int) -> str:

@@ -27,7 +27,7 @@ from hybridflow.planner.hardware import Probe, fingerprint, kept, load_probe
 from hybridflow.planner.mapping import DeviceMapping
 from hybridflow.planner.simulate import simulate
 
-__all__ = ["CONSTANTS", "Fitted", "Observation", "calibrate", "efficiency_of", "fit", "here_start", "keep"]
+__all__ = ["CONSTANTS", "Fitted", "Observation", "calibrate", "efficiency_of", "fit", "here_start", "keep", "source_of"]
 
 CONSTANTS = ("compute", "decode_step_s", "decode_row_s", "call_s", "network", "copy")
 BOUNDS = {
@@ -38,15 +38,15 @@ BOUNDS = {
     "network": (0.01, 1.5),
     "copy": (1e6, 1e12),
 }
-OPERATORS = 15
-"""small ones that a layer takes besides its products"""
 FILE = "efficiency.json"
 
 Array = NDArray[np.float64]
 Predict = Callable[[Mapping[str, float]], Sequence[float] | Array]
 
+NOISE = 0.03
+"""errors, in logarithms, that measurements have anyway"""
 HUBER = 0.1
-"""errors above it, in logarithms, pull no harder than one of it"""
+"""errors above it pull no harder than one of it"""
 PRIOR = math.log(10.0)
 """how far, in logarithms, a constant may well be from where the fit starts"""
 FAR = 3.0
@@ -137,7 +137,7 @@ class _Problem:
         size = np.abs(self.errors(point))
         robust = np.where(size <= HUBER, size**2 / 2, HUBER * (size - HUBER / 2))
         pull = ((point - self.start) / PRIOR) ** 2 / 2
-        return float((self.weights * robust).sum() / HUBER**2 + pull.sum())
+        return float((self.weights * robust).sum() / NOISE**2 + pull.sum())
 
     def jacobian(self, point: Array) -> Array:
         """[N, constants], by central differences inside the bounds."""
@@ -153,7 +153,7 @@ class _Problem:
 
     def _pulls(self, errors: Array) -> Array:
         """Weights of squares whose sum has the slope of Huber's loss."""
-        pulls: Array = self.weights * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12)) / HUBER**2
+        pulls: Array = self.weights * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-12)) / NOISE**2
         return pulls
 
     def newton(self, point: Array) -> Array:
@@ -256,10 +256,10 @@ def here_start(probe: Probe) -> Efficiency:
         decode_row_s=2e-5,
         call_s=5e-3,
         network=1.0,
-        copy=probe.bandwidth[1] / 2,
+        copy=probe.bandwidth[1] / 16,
         bandwidth=1.0,
         link=1.0,
-        launch_s=OPERATORS * probe.operator_s,
+        launch_s=probe.layer_s,
         device="cpu",
     )
 
@@ -271,6 +271,12 @@ def efficiency_of(cluster: Cluster) -> Efficiency:
         return Efficiency()
     start, found = here_start(load_probe()), kept(FILE)
     return start if found is None else _with(start, {name: found[name]["value"] for name in CONSTANTS})
+
+
+def source_of() -> str:
+    """Where the constants of this machine are from."""
+    found = kept(FILE)
+    return "where a fit would start" if found is None else f"as fitted to {found['source']}"
 
 
 def keep(found: Fitted, source: str) -> Path:

@@ -108,7 +108,7 @@ class CostModel:
         self._tasks = {name: [task for task in graph.tasks if task.role == name] for name in self.roles}
         self._places: dict[tuple[int, int], tuple[Machine, Speeds, Links]] = {}  # machines stay, so that their ids do
         self._seconds: dict[tuple[object, ...], Estimate | None] = {}
-        self._pace = Pace(efficiency.decode_step_s, efficiency.decode_row_s)
+        self._pace = Pace(efficiency.decode_step_s, efficiency.decode_row_s, efficiency.copy)
 
     def strategies(self, role: ModelRole, machine: Machine, devices: int) -> list[Strategy]:
         """All that use all ``devices``, can be cut so and hold a microbatch in memory when alone. Left out are those that
@@ -193,7 +193,9 @@ class CostModel:
         if key not in self._places:
             e, device = self.efficiency, machine.device
             flops = device.flops["bfloat16" if role.itemsize == 2 else "float32"]
-            speeds = Speeds(flops * e.compute, device.bandwidth * e.bandwidth, e.launch_s, e.call_s, e.overlap)
+            speeds = Speeds(
+                flops * e.compute, device.bandwidth * e.bandwidth, e.launch_s, e.call_s, e.overlap, e.device == "cpu"
+            )
             self._places[key] = machine, speeds, Links(machine, e.link, e.network)
         return self._places[key][1:]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import ceil, log, sqrt
 from typing import NamedTuple
 
+from hybridflow.generation.weights import MIN_STEPS
 from hybridflow.planner.flops import decode_flops, forward_flops
 from hybridflow.planner.graph import Task
 from hybridflow.planner.links import Links
 from hybridflow.planner.mapping import Strategy
-from hybridflow.planner.passes import Speeds
+from hybridflow.planner.passes import ACTIVATIONS, Speeds
 from hybridflow.planner.profile import Profile
 
 __all__ = ["CHUNK_TOKENS", "Pace", "cacheless_parts", "draw_parts", "least_bytes"]
@@ -18,11 +19,17 @@ CHUNK_TOKENS = 2048
 """of prompts that go through the layers at once"""
 
 
+REORDERS = 2.2
+"""what a CPU takes to read a weight that isn't packed, in units of one that is: each product of a decode step packs it"""
+
+
 class Pace(NamedTuple):
-    """Seconds of a decode step, and of each row in it, besides reading memory, computing and sending."""
+    """Seconds of a decode step, and of each row in it, besides reading memory, computing and sending. ``copy``: bytes/s at
+    which weights are packed for a rollout, on a CPU."""
 
     step: float
     row: float
+    copy: float
 
 
 class _Rows(NamedTuple):
@@ -48,8 +55,15 @@ def draw_parts(
         parts["tensor"] += rows.steps * 2 * profile.layers * links.all_reduce(size, s.tp)
         if s.pp > 1:
             parts["pipeline"] += rows.steps * s.pp * links.message(size, s.pp * s.tp)
+    if speeds.serial and _packs(task):
+        parts["copy"] = profile.numbers(s.pp, s.tp) * profile.role.itemsize / pace.copy
     parts["call"] = speeds.call
     return {name: seconds * task.times for name, seconds in parts.items()}
+
+
+def _packs(task: Task) -> bool:
+    """Whether the engine packs weights for the rollout, on a CPU: if it may take many steps."""
+    return max(task.longest, task.response) > MIN_STEPS
 
 
 def least_bytes(profile: Profile, task: Task, s: Strategy) -> float:
@@ -87,9 +101,13 @@ def _decode_parts(profile: Profile, task: Task, s: Strategy, rows: _Rows, speeds
     n = drawn / rows.steps
     weights = (layers * profile.touched(s.tp, n) + cut.head) * itemsize
     cache = layers * cut.position * context
+    if speeds.serial:
+        weights *= 1 if _packs(task) else REORDERS
+        cache += layers * ACTIVATIONS * profile.hidden / s.tp * itemsize
     memory = (rows.steps * weights + drawn * cache) / speeds.bandwidth
     products = drawn * decode_flops(profile.active, context, 1, 1) * cut.share / speeds.flops
-    return {"decode": max(memory, products), "steps": rows.steps * pace.step, "rows": drawn * pace.row}
+    step = pace.step + layers * speeds.launch * speeds.serial
+    return {"decode": speeds.together(memory, products), "steps": rows.steps * step, "rows": drawn * pace.row}
 
 
 def _prefill_parts(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, links: Links) -> dict[str, float]:
@@ -98,10 +116,11 @@ def _prefill_parts(profile: Profile, task: Task, s: Strategy, rows: int, speeds:
     chunks = ceil(tokens / CHUNK_TOKENS)
     cut, itemsize, layers = profile.cut(s.tp), profile.role.itemsize, profile.layers
     products = forward_flops(profile.active, tokens, rows, task.prompt, True) * cut.share / speeds.flops
-    read = layers * profile.touched(s.tp, CHUNK_TOKENS) * itemsize / speeds.bandwidth
+    read = layers * profile.touched(s.tp, CHUNK_TOKENS) * itemsize / speeds.bandwidth * chunks
+    read += layers * ACTIVATIONS * tokens * profile.hidden / s.tp * itemsize / speeds.bandwidth
     size = tokens * profile.hidden * itemsize
     return {
-        "prefill": max(products, chunks * read),
+        "prefill": speeds.together(products, read),
         "launch": chunks * layers * speeds.launch,
         "tensor": chunks * 2 * layers * links.all_reduce(size / max(1, chunks), s.tp),
         "pipeline": chunks * s.pp * links.message(size / max(1, chunks), s.pp * s.tp) if s.pp > 1 else 0.0,

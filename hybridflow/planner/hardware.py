@@ -53,7 +53,7 @@ class Probe:
     """Medians of what a machine reached. ``flops`` by dtype and ``bandwidth`` (bytes/s of weights that a product with few
     rows reads), each by number of threads; on GPUs, of one GPU, with one entry. ``memory_bytes``: of the machine, or of a
     GPU. ``link``: bytes/s in which each of two processes sends in an all-reduce; ``link_latency_s``: of a message in it.
-    ``operator_s``: of a small operator."""
+    ``layer_s``: of a decoder's layer that has next to nothing to compute."""
 
     machine: Fingerprint
     flops: Mapping[str, Mapping[int, float]]
@@ -61,7 +61,7 @@ class Probe:
     memory_bytes: float
     link: float
     link_latency_s: float
-    operator_s: float
+    layer_s: float
 
     @property
     def gpus(self) -> int:

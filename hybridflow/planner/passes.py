@@ -10,19 +10,28 @@ from hybridflow.planner.links import Links
 from hybridflow.planner.mapping import Strategy
 from hybridflow.planner.profile import Profile
 
-__all__ = ["Speeds", "forward_parts", "microbatches", "recomputes", "train_parts"]
+__all__ = ["ACTIVATIONS", "Speeds", "forward_parts", "microbatches", "recomputes", "train_parts"]
+
+
+ACTIVATIONS = 40
+"""numbers that a layer writes and reads of a token, in units of the hidden size: norms, rotations, activation functions"""
 
 
 class Speeds(NamedTuple):
-    """Of a device, as reached: FLOP/s, bytes/s; seconds that a layer's kernels take besides (to start, and
-    while the last blocks of each run alone), and of a call. ``overlap``: the
-    share of computing during which weights of the next layers can arrive."""
+    """Of a device, as reached: FLOP/s, bytes/s; seconds that a layer's kernels take besides (to start, and while the last
+    blocks of each run alone), and of a call. ``overlap``: the share of computing during which weights of the next layers
+    can arrive. ``serial``: reading and computing take turns, as on a CPU, instead of hiding behind each other."""
 
     flops: float
     bandwidth: float
     launch: float
     call: float
     overlap: float
+    serial: bool
+
+    def together(self, *seconds: float) -> float:
+        """Of things that are done at the same time."""
+        return sum(seconds) if self.serial else max(seconds)
 
 
 class _Way(NamedTuple):
@@ -51,9 +60,10 @@ def _way(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, b
     if not layers:
         return _Way(0.0, 0.0)
     work, tokens = times * rows * cut.share / speeds.flops, rows * (task.prompt + task.response)
-    least = times * profile.touched(s.tp, tokens) * role.itemsize / speeds.bandwidth
-    one, most = max(layer * work, least), ceil(layers / s.pp)
-    end = max(last * work, least) + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
+    moved = profile.touched(s.tp, tokens) + ACTIVATIONS * tokens * profile.hidden / s.tp
+    read = times * moved * role.itemsize / speeds.bandwidth
+    one, end = (speeds.together(flops * work, read) for flops in (layer, last))
+    most, end = ceil(layers / s.pp), end + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
     slowest = (most - 1) * one + end
     if s.pp > 1:
         slowest = max(slowest, (most if layers % s.pp != 1 else most - 1) * one)

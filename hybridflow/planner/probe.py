@@ -1,6 +1,6 @@
 """Measuring this machine: what its cores or its GPU multiply and read, and what two processes send each other.
 
-    each of ROUNDS:   products by dtype and threads, a big weight read by few rows, a small operator
+    each of ROUNDS:   products by dtype and threads, a big weight read by few rows, a tiny decoder
                       two processes: a large all-reduce, a small one                        ──> medians ──> Probe
 
 Everything goes the ways that models go: products through ``ops.linear``, weights packed as the rollout engine packs them,
@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from hybridflow.core.errors import ResourceError
+from hybridflow.models.decoder import CausalAttention, Decoder
+from hybridflow.models.spec import DecoderSpec
 from hybridflow.ops.linear import can_pack, linear, pack
 from hybridflow.planner.hardware import Fingerprint, Probe, fingerprint
 
@@ -60,7 +62,7 @@ def measure(rounds: int = ROUNDS) -> Probe:
         memory_bytes=float(_memory(device)),
         link=link,
         link_latency_s=latency_s,
-        operator_s=found["operator"],
+        layer_s=found["layer"],
     )
 
 
@@ -70,8 +72,7 @@ def _round(rates: Rates, device: torch.device, threads: tuple[int, ...]) -> None
             for dtype in DTYPES:
                 rates[dtype, number].append(_product_rate(device, dtype))
             rates["read", number].append(read_rate(device))
-    small = torch.ones(8, 64, device=device)
-    rates["operator"].append(_seconds(small.exp, device))
+    rates["layer"].append(_layer_s(device))
 
 
 @contextmanager
@@ -90,6 +91,14 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     x = torch.ones(tokens, width, dtype=dtype, device=device)
     weight = torch.ones(4 * width, width, dtype=dtype, device=device)
     return 2 * tokens * weight.numel() / _seconds(partial(linear, x, weight), device)
+
+
+def _layer_s(device: torch.device) -> float:
+    """Seconds that a decoder's layer takes when it has next to nothing to compute."""
+    layers = 8
+    decoder = Decoder(DecoderSpec("llama", 32, 64, 128, layers, 4, 4, 16, 128)).to(device)
+    attend, tokens = CausalAttention(torch.tensor([8], device=device)), torch.zeros(8, dtype=torch.int64, device=device)
+    return _seconds(lambda: decoder(tokens, attend.positions, attend, None), device) / layers
 
 
 def read_rate(device: torch.device, num_bytes: int = LARGE_BYTES) -> float:

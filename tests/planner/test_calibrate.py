@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.planner.calibrate import fit
+import hybridflow.planner.calibrate as calibrate_module
+from hybridflow.models.spec import DecoderSpec
+from hybridflow.planner import hardware
+from hybridflow.planner.calibrate import CONSTANTS, Fitted, Observation, calibrate, efficiency_of, fit, here_start, keep
+from hybridflow.planner.cluster import PRESETS, parse_cluster
+from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
+from hybridflow.planner.hardware import Probe, fingerprint, save_probe
+from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.simulate import simulate
+from hybridflow.planner.sizes import ModelSize
 
 WORK, STEPS = np.geomspace(1, 1e4, 12), np.tile([10.0, 100.0, 1000.0], 4)
 START = {"rate": 10.0, "step": 1e-2}
@@ -82,3 +95,56 @@ def test_weights_say_what_counts() -> None:
     )
     weights = np.where(np.arange(len(WORK)) % 2, 1.0, 1e-3)
     assert fit(seconds, observed, START, weights=weights).values["rate"] == pytest.approx(40.0, rel=0.05)
+
+
+def test_a_run_gives_back_the_constants_that_made_it() -> None:
+    """Of a run on one device, whose tasks say nothing about the network."""
+    size = ModelSize("toy", DecoderSpec("llama", 32000, 2048, 5632, 16, 16, 16, 128, 4096))
+    roles = (
+        ModelRole("actor", size, gradient_bytes=4, optimizer_bytes=8, token_budget=4096),
+        ModelRole("sampler", size, weights_of="actor"),
+        ModelRole("reference", size, token_budget=4096),
+    )
+    tasks = (
+        Task("sampler.rollout", "sampler", "generate", 64, 300, 700),
+        Task("reward.score", "reward", "reward", 64, 300, 700, seconds=0.5),
+        Task("reference.score", "reference", "forward", 64, 300, 700),
+        Task("actor.update", "actor", "train", 64, 300, 700, minibatches=4),
+    )
+    names = [task.name for task in tasks]
+    graph = TaskGraph(roles, tasks, tuple(Edge(*pair, 1e6) for pair in pairwise(names)))
+    machine = replace(PRESETS["l40s"], devices=1)
+    strategies = {"actor": Strategy(rows=8), "sampler": Strategy(), "reference": Strategy(rows=8)}
+    mapping = DeviceMapping((Pool("main", machine, 1, ("actor", "sampler", "reference")),), strategies)
+    true = replace(Efficiency(), compute=0.3, decode_step_s=2e-2, decode_row_s=2e-4, call_s=0.1)
+    sizes = ((64, 300, 700), (256, 900, 100), (16, 50, 100))
+    runs = [_run(graph.with_rows(rows).with_lengths(*lengths), mapping, true) for rows, *lengths in sizes]
+    found, fitted = calibrate(runs, Efficiency())
+    assert fitted.worst_error < 0.03
+    constants = (found.compute, found.decode_step_s, found.decode_row_s, found.call_s)
+    assert constants == pytest.approx((0.3, 2e-2, 2e-4, 0.1), rel=0.15)
+    assert {"network", "copy"}.isdisjoint(fitted.determined)
+    assert (found.network, found.copy) == pytest.approx((Efficiency().network, Efficiency().copy), rel=1e-3)
+
+
+def _run(graph: TaskGraph, mapping: DeviceMapping, true: Efficiency) -> Observation:
+    estimates = CostModel(graph, true).estimates(mapping)
+    seconds = {name: estimate.seconds for name, estimate in estimates.items()}
+    return Observation(graph, mapping, seconds, simulate(graph, mapping, estimates).step_s)
+
+
+def test_constants_are_kept_for_this_machine_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_HOME", str(tmp_path))
+    machine = replace(fingerprint(), gpus=())
+    monkeypatch.setattr(hardware, "fingerprint", lambda: machine)
+    monkeypatch.setattr(calibrate_module, "fingerprint", lambda: machine)
+    rates = {1: 1e11, machine.cores: 2e11}
+    probe = Probe(machine, {"float32": rates, "bfloat16": rates}, rates, 1e10, 1e9, 1e-4, 2e-4)
+    save_probe(probe)
+    here = parse_cluster("here:1x1")
+    assert efficiency_of(here) == here_start(probe)
+    assert (here_start(probe).device, here_start(probe).launch_s) == ("cpu", 2e-4)
+    values = dict.fromkeys(CONSTANTS, 0.5)
+    keep(Fitted(values, dict.fromkeys(CONSTANTS, 1.1), CONSTANTS, np.zeros(1)), "runs/x")
+    assert efficiency_of(here) == replace(here_start(probe), **values)
+    assert efficiency_of(parse_cluster("h100:1x8")) == Efficiency()
