@@ -83,7 +83,8 @@ examples:
   hybridflow plan runs/reverse --compare --calibrate
 kinds of machines: a100-80g, h100, h200, l40s, cpu, and here (what hybridflow probe has measured)
 what a task's seconds are made of:
-  compute     matrix products, weights read, kernels launched  prefill     prompts of a rollout
+  compute     matrix products, or weights read                 prefill     prompts of a rollout
+  launch      kernels of layers that start and end             copy        weights packed for a rollout, on a CPU
   recompute   forward passes that are made once more           decode      weights and cache read, products, for each token
   imbalance   stages of a pipeline that are longer than others steps       what each decode step costs besides
   bubble      stages of a pipeline that wait                   rows        what each row in a decode step costs besides
