@@ -2,7 +2,7 @@
 
 An ``Estimate`` is a sum of parts by name, each of which is one physical effect, so that a term can be left out:
 
-    compute     products of a pass at ``compute`` of the peak, or reading weights, if that is longer
+    compute     products of a pass at ``compute`` of the peak, or reading weights, if that is longer; on CPUs, both
     launch      ``launch_s`` a layer and microbatch  imbalance   the slowest stage of a pipeline, over the mean one
     recompute   the way forward once more
     bubble      stages that wait (p - 1 microbatches) pipeline   messages between stages
