@@ -219,11 +219,12 @@ def write(path: Path, mapping: DeviceMapping) -> None:
     write_whole(path, written(path, mapping).encode())
 
 
-def written(path: Path, mapping: DeviceMapping) -> str:
-    """The text of the configuration at ``path`` with the ``mapping`` in its [runtime], [placement] and meshes, and
-    recomputing and microbatches of roles that left them open; all else stays. ConfigError: a run can't be mapped so."""
+def written(path: Path, mapping: DeviceMapping, graph: TaskGraph | None = None) -> str:
+    """The text of the configuration at ``path`` with the ``mapping`` of its ``graph`` in its [runtime], [placement] and
+    meshes, and recomputing and microbatches of roles that left them open; all else stays. ConfigError: a run can't be
+    mapped so."""
     config = load_config(path)
-    graph = task_graph(config)
+    graph = task_graph(config) if graph is None else graph
     if problems := [f"{path}: {problem}" for problem in _impossible(mapping, graph)]:
         raise ConfigError(problems)
     keys = [*_runtime_keys(config, mapping), *_placement_keys(config, mapping)]
