@@ -285,6 +285,10 @@ def _placement_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
 def _role_keys(config: RunConfig, role: ModelRole, strategy: Strategy, longest: int) -> Keys:
     section = "actor" if role.weights_of else section_of(role.name)
     mesh = section, "generation_mesh" if role.weights_of else "mesh"
+    if role.token_budget is None and not role.weights_of:
+        yield (section, "token_budget"), strategy.rows * longest, None
+        if role.trained:
+            yield (section, "activation_checkpointing"), strategy.recompute, False
     yield (*mesh, "tp"), strategy.tp, 1
     yield (*mesh, "pp"), strategy.pp, 1
     if role.weights_of:
@@ -293,10 +297,6 @@ def _role_keys(config: RunConfig, role: ModelRole, strategy: Strategy, longest: 
     if role.trained:
         yield (*mesh, "shard"), strategy.shard, "none"
         yield (*mesh, "sequence_parallel"), strategy.tp > 1, False
-    if role.token_budget is None:
-        yield (section, "token_budget"), strategy.rows * longest, None
-        if role.trained:
-            yield (section, "activation_checkpointing"), strategy.recompute, False
 
 
 def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:

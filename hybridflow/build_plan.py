@@ -175,7 +175,8 @@ def rank_need(
     updates = [call for call in working if call.kind == "train"]
     batches = [_microbatch(args, stage, call, mesh, decisive) for call in (updates or working)]
     batch, number = max(batches, key=lambda found: found[0].tokens)
-    forward = forward_bytes(stage, batch) if not updates or len(updates) < len(working) else 0
+    others = [_microbatch(args, stage, call, mesh, decisive)[0] for call in working if call.kind != "train"]
+    forward = max((forward_bytes(stage, other) for other in others), default=0)
     if not updates:
         return batch, replace(footprint, forward=forward, working=forward)
     plan, rank = interleaved(lines.pp.size, lines.chunks, number), lines.pp.index

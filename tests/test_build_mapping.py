@@ -22,6 +22,7 @@ from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.toml_edit import edit_toml
 from hybridflow.planner.cluster import Machine, parse_cluster
+from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
 
@@ -84,6 +85,23 @@ def test_its_roles_have_the_bytes_of_the_plan(folder: Path, algorithm: str, dtyp
         weights = 0 if role.weights_of else role.parameters * role.itemsize
         trained = role.trained_parameters
         assert (weights, trained * role.gradient_bytes, trained * role.optimizer_bytes) == pytest.approx(told)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "reward_model", "dpo", "remax", "safe_rlhf"])
+@pytest.mark.parametrize("cut", [Strategy(dp=4), Strategy(1, 2, 2, "zero1"), Strategy(2, 2), Strategy(dp=4, shard="fsdp")])
+def test_costs_count_the_bytes_of_the_plan(folder: Path, algorithm: str, cut: Strategy) -> None:
+    mesh = {"tp": cut.tp, "pp": cut.pp, "shard": cut.shard, "sequence_parallel": cut.tp > 1}
+    keys: dict[str, Any] = {"runtime__kind": "ray", "placement__pools__main": 4, "actor__mesh": mesh}
+    keys |= {"critic__mesh": mesh} if algorithm == "safe_rlhf" else {}
+    config = run_of(folder, algorithm, train__token_budget=99, **keys)
+    graph = task_graph(config)
+    cost, strategies = CostModel(graph, Efficiency(device="cpu")), mapping_of(config, CLUSTER, graph).strategies
+    found = {need.role: need.footprint for need in needs(config)}
+    for role in (role for role in graph.roles if not role.weights_of):
+        held, working = (count(role, strategies[role.name]) for count in (cost.resident_bytes, cost.working_bytes))
+        assert held == pytest.approx(found[role.name].held, rel=0.01)
+        least = found[role.name].forward  # gradients are gone then, which a planner doesn't count on
+        assert working == pytest.approx(max(found[role.name].working, least), rel=0.1)
 
 
 def test_calls_of_one_verb_have_names_of_their_own(folder: Path) -> None:
