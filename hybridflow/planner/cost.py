@@ -41,7 +41,8 @@ __all__ = ["ROWS", "CostModel", "Efficiency", "Estimate"]
 GIB = 2**30
 Shard = Literal["none", "zero1", "fsdp"]
 ROWS = (1, 2, 4, 8)
-"""sequences of a microbatch, where the planner may choose"""
+"""sequences of a microbatch, where the planner may choose; of short ones so many times more that 8 have ``TOKENS``"""
+TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ class CostModel:
             options = [1]
         else:
             block = max(ceil(ceil(task.rows / task.minibatches) / dp) for task in self._tasks[role.name])
-            options = [rows for rows in ROWS if rows <= block]
+            length = max(task.prompt + task.response for task in self._tasks[role.name])
+            times = max(1, int(TOKENS / max(ROWS) / max(1.0, length)))
+            options = [times * rows for rows in ROWS if times * rows <= block] or [block]
         again = (False, True) if role.trained and role.token_budget is None else (role.recompute,)
         shards: tuple[Shard, ...] = ("none",)
         if role.trained and dp > 1:

@@ -218,6 +218,14 @@ def test_pools_that_are_too_small_say_who_takes_most() -> None:
         model().estimates(mapping((16, ("learner", "sampler", "frozen")), sampler=Strategy(3)))
 
 
+def test_short_rows_make_microbatches_of_as_many_tokens() -> None:
+    found = {}
+    for length in (2000, 500, 7):
+        costs = model(graph=GRAPH.with_lengths(length / 2, length / 2).with_rows(4096))
+        found[length] = sorted({s.rows for s in costs.strategies(costs.roles["frozen"], MACHINE, 8)})
+    assert found == {2000: [1, 2, 4, 8], 500: [1, 2, 4, 8], 7: [73, 146, 292, 584]}
+
+
 def test_terms_can_be_left_out() -> None:
     whole = model(Efficiency(), graph=of(LEARN))
     names = timed(whole, LEARN, Strategy(2, 4, 2, "zero1", True), machine=A100).parts
