@@ -135,7 +135,8 @@ def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Sched
     train = config.train
     if "replay" in ALGORITHMS[config.algorithm].reads:
         method: Any = config.method
-        return Replay(config.replay, config.seed, method.gamma), Synchronous(train.updates_per_step)
+        replay = Replay(config.replay, config.seed, method.gamma, train.steps * train.updates_per_step)
+        return replay, Synchronous(train.updates_per_step)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)

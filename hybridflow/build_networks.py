@@ -13,7 +13,7 @@ from hybridflow.config import RunConfig
 from hybridflow.core.errors import ModelError
 from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
-from hybridflow.models.action_values import ActionValues, DiscreteActionValues, Temperature
+from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.nets import make_policy, make_q, make_value
 from hybridflow.workers.learner import Trained
@@ -75,8 +75,21 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
     return {"policy": make_policy(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
 
 
+def _q(spaces: Spaces, config: RunConfig) -> nn.Module:
+    """Action values with the switches of ``[dqn]``."""
+    chosen, net, random = config.dqn, config.actor.net, torch_generator(config.seed, "init", 0)
+    q: Any = make_q(*spaces, net, random)
+    if chosen.atoms is not None and chosen.v_min is not None and chosen.v_max is not None:
+        support = (chosen.v_min, chosen.v_max, chosen.atoms)
+        q = CategoricalQNet(spaces[0], int(spaces[1].n), net, random, support)
+    if chosen.duelling:
+        q.mlp = DuellingMLP(q.features.size, int(spaces[1].n), chosen.atoms or 1, net, random)
+    network: nn.Module = q
+    return network
+
+
 def _dqn(spaces: Spaces, config: RunConfig) -> Built:
-    return _copies(("q", "target"), lambda: make_q(*spaces, config.actor.net, torch_generator(config.seed, "init", 0)))
+    return _copies(("q", "target"), lambda: _q(spaces, config))
 
 
 def _sac(spaces: Spaces, config: RunConfig) -> Built:

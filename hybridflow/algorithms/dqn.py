@@ -1,14 +1,16 @@
-"""Deep Q-learning (Mnih et al. 2015), with double Q-learning (van Hasselt et al. 2016)."""
+"""Deep Q-learning (Mnih et al. 2015), with double Q-learning (van Hasselt et al. 2016), duelling networks (Wang et al.
+2016) and categorical values (C51, Bellemare et al. 2017); n-step returns and priorities are the replay buffer's.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Algorithm, BlendingActor
-from hybridflow.ops.td import dqn_loss
+from hybridflow.ops.td import c51_loss, dqn_loss
 
 __all__ = ["DQN", "DQNConfig"]
 
@@ -26,6 +28,27 @@ class DQNConfig(Config):
     """updates between two moves of the target network"""
     tau: float = Field(0.02, gt=0, le=1)
     """how far a move goes towards the online network; 1 copies it"""
+    duelling: bool = False
+    """the network is a value of the state and an advantage of each action"""
+    atoms: int | None = Field(None, ge=2)
+    """learn the distribution of returns over so many values (C51: 51); left out, its mean"""
+    v_min: float | None = None
+    """with atoms: the smallest return"""
+    v_max: float | None = None
+    """with atoms: the largest return"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = (self.v_min is not None) + (self.v_max is not None)
+        if self.atoms is None and given:
+            raise ValueError("v_min and v_max have no effect without atoms; set atoms = 51, or remove them")
+        if self.atoms is not None and given < 2:
+            raise ValueError(f"atoms = {self.atoms} lie between v_min and v_max; set both")
+        if self.atoms is not None and self.huber_delta is not None:
+            raise ValueError(f"huber_delta = {self.huber_delta} has no effect with atoms; remove one of them")
+        if self.v_min is not None and self.v_max is not None and self.v_min >= self.v_max:
+            raise ValueError(f"v_min = {self.v_min} is not below v_max = {self.v_max}")
+        return self
 
 
 class DQN(Algorithm):
@@ -33,7 +56,8 @@ class DQN(Algorithm):
 
     def __init__(self, config: DQNConfig, actor: BlendingActor) -> None:
         self.config, self.actor = config, actor
-        self.loss = dqn_loss.bind(double=config.double, huber_delta=config.huber_delta)
+        squared = dqn_loss.bind(double=config.double, huber_delta=config.huber_delta)
+        self.loss = squared if config.atoms is None else c51_loss.bind(double=config.double)
         self.num_updates = 0
 
     def rollout(self, source: Batch, /) -> Batch:

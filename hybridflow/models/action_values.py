@@ -1,6 +1,7 @@
-"""Critics that value actions: ensembles of Q(s, a), and of Q(s, .) over discrete actions, each as one batched network.
+"""Networks that value actions: ensembles of Q(s, a), and of Q(s, .) over discrete actions, each as one batched network; and
+those of DQN's switches.
 
-Shapes: E members, N steps, K actions.
+Shapes: E members, N steps, K actions, Z atoms.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.models.continuous import Bounds
-from hybridflow.models.nets import Features, NetConfig
+from hybridflow.models.nets import MLP, Features, NetConfig, QNet
 
 if TYPE_CHECKING:
     from gymnasium import Space
 
-__all__ = ["ActionValues", "DiscreteActionValues", "EnsembleMLP", "Temperature"]
+__all__ = ["ActionValues", "CategoricalQNet", "DiscreteActionValues", "DuellingMLP", "EnsembleMLP", "Temperature"]
 
 
 class EnsembleMLP(nn.Module):
@@ -91,6 +92,66 @@ class DiscreteActionValues(nn.Module):
         """[E, N, K]"""
         values: Tensor = self.mlp(self.features(observations))
         return values
+
+
+class DuellingMLP(nn.Module):
+    """Two streams from a common trunk (Wang et al. 2016, eq. 9): [N, features] -> [N, K Z], by action, of
+
+        V(s) + A(s, a) - mean over actions of A(s, .)
+
+    The last hidden layer is each stream's own, the others are the trunk's.
+    """
+
+    def __init__(
+        self, features: int, num_actions: int, num_atoms: int, config: NetConfig, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.shape = (num_actions, num_atoms)
+        *below, last = config.hidden
+        inner = below[-1] if below else features
+        self.trunk = MLP((features, *below), config.activation, math.sqrt(2), generator) if below else None
+        self.value = MLP((inner, last, num_atoms), config.activation, 1.0, generator)
+        self.advantage = MLP((inner, last, num_actions * num_atoms), config.activation, 1.0, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trunk is not None:
+            x = self.trunk.activation(self.trunk(x))
+        advantages = self.advantage(x).view(-1, *self.shape)
+        values: Tensor = self.value(x)[:, None] + advantages - advantages.mean(1, keepdim=True)
+        return values.flatten(1)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Those of the advantages."""
+        return self.advantage.layers
+
+
+class CategoricalQNet(QNet):
+    """Of each of K discrete actions the distribution of its return over atoms ``support`` [Z] (Bellemare et al. 2017)."""
+
+    support: Tensor
+
+    def __init__(
+        self,
+        space: Space[Any],
+        num_actions: int,
+        config: NetConfig,
+        generator: torch.Generator,
+        support: tuple[float, float, int],
+    ) -> None:
+        low, high, num_atoms = support
+        super().__init__(space, num_actions * num_atoms, 1.0, config, generator)
+        self.register_buffer("support", torch.linspace(low, high, num_atoms))
+
+    def log_probabilities(self, observations: Tensor) -> Tensor:
+        """[N, K, Z]"""
+        outputs: Tensor = self.mlp(self.features(observations))
+        return outputs.view(len(outputs), -1, len(self.support)).log_softmax(-1)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[N, K] mean returns."""
+        means: Tensor = (self.log_probabilities(observations).exp() * self.support).sum(-1)
+        return means
 
 
 class Temperature(nn.Module):

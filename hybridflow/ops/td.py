@@ -4,25 +4,26 @@ A row of a replay buffer is one transition: state s (``observations``), action a
 (``final_observations``), what the value of s' counts in the return (``discounts``: gamma to the number of steps, 0 where
 the episode ended) and what the row counts in the loss (``weights``).
 
-Shapes: N transitions, K actions.
+Shapes: N transitions, K actions, Z atoms.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Loss, columns
 
-__all__ = ["TRANSITION", "bootstrapped", "dqn_loss"]
+__all__ = ["TRANSITION", "bootstrapped", "c51_loss", "dqn_loss"]
 
 TRANSITION = ("observations", "actions", "rewards", "discounts", "weights", "final_observations", "response_mask")
 """columns of a replayed transition"""
 
 
 def bootstrapped(columns: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
-    """[N] rewards + discounts x ``next_values``, those of final_observations, which count nothing where nothing follows.
+    """[..., N] rewards + discounts x ``next_values`` of final_observations, which count nothing where nothing follows.
 
     Pieces of several steps are a ContractError: a replay buffer makes transitions of them.
     """
@@ -34,7 +35,7 @@ def bootstrapped(columns: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
 
 @columns(reads=TRANSITION, writes=("td_errors",), on="networks")
 def dqn_loss(
-    networks: Mapping[str, nn.Module],
+    networks: Mapping[str, Any],
     columns: Mapping[str, Tensor],
     *,
     double: bool = True,
@@ -60,6 +61,38 @@ def dqn_loss(
     errors = (chosen - target).detach()
     terms = columns["weights"] * _huber(chosen - target, huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})
+
+
+@columns(reads=TRANSITION, writes=("td_errors",), on="networks")
+def c51_loss(networks: Mapping[str, Any], columns: Mapping[str, Tensor], *, double: bool = True) -> Loss:
+    """Cross-entropy of the categorical distribution of returns to its target (Bellemare et al. 2017, algorithm 1).
+
+    The target moves every atom z of the return after a' to r + discount z, within the outer atoms, and shares its
+    probability out to the two atoms beside it. a' is as in ``dqn_loss``. ``td_errors``: the divergence KL(target || p).
+    """
+    following, q, target = columns["final_observations"], networks["q"], networks["target"]
+    with torch.no_grad():
+        best = (q if double else target)(following).argmax(-1)
+        next_log_probs = _of_actions(target.log_probabilities(following), best)
+        atoms = bootstrapped(columns, q.support[:, None]).T.clamp(q.support[0], q.support[-1])
+        shares = _projected(atoms, next_log_probs.exp(), q.support)
+    log_probs = _of_actions(q.log_probabilities(columns["observations"]), columns["actions"])
+    terms = -(shares * log_probs).sum(-1)
+    divergence = terms.detach() + torch.xlogy(shares, shares).sum(-1)
+    chosen = (log_probs.detach().exp() * q.support).sum(-1)
+    return Loss(columns["weights"] * terms, {"q": chosen, "td_error": divergence}, {"td_errors": divergence})
+
+
+def _projected(atoms: Tensor, probabilities: Tensor, support: Tensor) -> Tensor:
+    """[N, Z] probability of each atom of ``support``, of ``probabilities`` that stand at ``atoms`` [N, Z] between them."""
+    width = support[1] - support[0]
+    near = (1 - (atoms[:, :, None] - support).abs() / width).clamp(min=0)
+    return torch.einsum("nz,nzj->nj", probabilities, near)
+
+
+def _of_actions(x: Tensor, actions: Tensor) -> Tensor:
+    """[N, Z] of [N, K, Z]."""
+    return x.gather(1, actions[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
 
 
 def _huber(errors: Tensor, delta: float | None) -> Tensor:

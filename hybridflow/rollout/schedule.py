@@ -41,6 +41,7 @@ class Synchronous:
             batch = buffer.sample(self.version)
             if batch is not None:
                 learned = algorithm.learn(batch)
+                buffer.learned(learned)
                 self.version += 1
         return learned
 
