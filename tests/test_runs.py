@@ -114,7 +114,7 @@ ENVIRONMENTS = {
         dqn={"duelling": True, "atoms": 11, "v_min": 0.0, "v_max": 50.0},
         environment__steps_per_rollout=4,
         train={"steps": 2, "updates_per_step": 3},
-        replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6},
+        replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6, "importance": 1.0},
     ),
     "sac-pendulum": PENDULUM,
     "td3-pendulum": with_keys(PENDULUM, algorithm="td3", exploration={"noise": 0.2}),
