@@ -2,7 +2,7 @@
 
     RunConfig ──task_graph──> TaskGraph          who computes what on how many tokens
     RunConfig ──mapping_of──> DeviceMapping      where its own [placement] and meshes put the roles
-    DeviceMapping ──write──> the TOML file       [runtime], [placement] and meshes of another mapping
+    DeviceMapping ──written──> the TOML file     [runtime], [placement] and meshes of another mapping
 
 A graph comes from the trace of the run's own program, so any algorithm on text has one.
 """
@@ -24,10 +24,9 @@ from hybridflow.config import RunConfig, TrainedMeshConfig, load_config, section
 from hybridflow.config_runtime import FOLLOWS
 from hybridflow.controller.trace_runtime import TraceRuntime
 from hybridflow.core.batch import Batch
-from hybridflow.core.config import read_toml
+from hybridflow.core.config import apply_overrides, read_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.fields import FIELDS
-from hybridflow.core.files import write_whole
 from hybridflow.core.graph import Call
 from hybridflow.core.placement import ResourcePool
 from hybridflow.core.roles import Kind, Role
@@ -38,7 +37,7 @@ from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
 from hybridflow.planner.sizes import ModelSize
 from hybridflow.workers.parts import WHOLE
 
-__all__ = ["mapping_of", "task_graph", "write", "written"]
+__all__ = ["mapping_of", "task_graph", "written"]
 
 
 def task_graph(config: RunConfig, response_tokens: float | None = None) -> TaskGraph:
@@ -214,17 +213,14 @@ def _longest(role: str, graph: TaskGraph) -> int:
 # ------------------------------------------------------------------------------------------------ what a planner wants
 
 
-def write(path: Path, mapping: DeviceMapping) -> None:
-    """``written`` into the file itself."""
-    write_whole(path, written(path, mapping).encode())
+def written(path: Path, mapping: DeviceMapping, overrides: Sequence[str] = ()) -> str:
+    """The text of the configuration at ``path`` with the ``mapping`` in its [runtime], [placement] and meshes, and
+    recomputing and microbatches of roles that left them open; all else stays. ConfigError: a run can't be mapped so.
 
-
-def written(path: Path, mapping: DeviceMapping, graph: TaskGraph | None = None) -> str:
-    """The text of the configuration at ``path`` with the ``mapping`` of its ``graph`` in its [runtime], [placement] and
-    meshes, and recomputing and microbatches of roles that left them open; all else stays. ConfigError: a run can't be
-    mapped so."""
-    config = load_config(path)
-    graph = task_graph(config) if graph is None else graph
+    ``overrides``: with which it was planned, and will be run.
+    """
+    config = load_config(path, overrides)
+    graph = task_graph(config)
     if problems := [f"{path}: {problem}" for problem in _impossible(mapping, graph)]:
         raise ConfigError(problems)
     keys = [*_runtime_keys(config, mapping), *_placement_keys(config, mapping)]
@@ -236,7 +232,7 @@ def written(path: Path, mapping: DeviceMapping, graph: TaskGraph | None = None) 
         text = edit_toml(path.read_bytes().decode(), values, [("placement", "pools"), ("placement", "roles")])
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
-    validate(tomllib.loads(text), str(path))
+    validate(apply_overrides(tomllib.loads(text), overrides), str(path))
     return text
 
 

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hybridflow.algorithms import ALGORITHMS
-from hybridflow.build_mapping import mapping_of, task_graph, write, written
+from hybridflow.build_mapping import mapping_of, task_graph, written
 from hybridflow.build_plan import needs
 from hybridflow.build_trace import trace
 from hybridflow.config import RunConfig, load_config, validate
@@ -245,7 +245,7 @@ def test_what_is_written_says_the_mapping(folder: Path, algorithm: str, data: st
     path = file_of(folder, algorithm, algorithm)
     roles = tuple(role.name for role in task_graph(load_config(path)).roles)
     mapping = data.draw(mappings(roles))
-    write(path, mapping)
+    path.write_text(written(path, mapping))
     config = load_config(path)
     assert mapping_of(config, CLUSTER) == mapping
     assert written(path, mapping) == path.read_text()
@@ -322,7 +322,7 @@ def test_roles_follow_and_functions_score_where_it_is_drawn(folder: Path) -> Non
     path = file_of(folder, "split", "ppo", reward=None)
     pools = (Pool("a", MACHINE, 2, ("reference", "actor")), Pool("b", MACHINE, 2, ("critic", "sampler")))
     mapping = DeviceMapping(pools, dict.fromkeys(("actor", "reference", "critic", "sampler"), Strategy(dp=2)))
-    write(path, mapping)
+    path.write_text(written(path, mapping))
     config = load_config(path)
     assert config.placement.pools == {"a": 2, "b": 2}
     assert config.placement.roles == {"actor": "a", "reference": "a", "critic": "b", "sampler": "b", "reward": "b"}
@@ -331,9 +331,18 @@ def test_roles_follow_and_functions_score_where_it_is_drawn(folder: Path) -> Non
 
 def test_microbatches_that_are_given_stay(folder: Path) -> None:
     path = file_of(folder, "given", "grpo", train__token_budget=64, actor__activation_checkpointing=True)
-    write(path, colocated(task_graph(load_config(path)), actor=Strategy(dp=4, rows=3)))
+    path.write_text(written(path, colocated(task_graph(load_config(path)), actor=Strategy(dp=4, rows=3))))
     config = load_config(path)
     assert (config.actor.token_budget, config.train.token_budget, config.actor.activation_checkpointing) == (None, 64, True)
+
+
+def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> None:
+    path, overrides = file_of(folder, "overridden", "grpo", kl=None), ["--kl.coef", "0.1"]
+    mapping = colocated(task_graph(load_config(path, overrides)), reference=Strategy(1, 2, 2))
+    with pytest.raises(ConfigError, match="reference is placed; expected each of reward, actor, sampler on one"):
+        written(path, mapping)
+    path.write_text(written(path, mapping, overrides))
+    assert mapping_of(load_config(path, overrides), CLUSTER).strategies["reference"][:3] == (1, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def _write(problem: Problem, picked: Picked, files: Files) -> Iterator[str]:
     if any((files.picture, files.timeline, files.write)):
         yield ""
     if files.write is not None:
-        text = written(problem.request.source, picked.mapping)
+        text = written(problem.request.source, picked.mapping, problem.request.overrides)
         _save(files.write, lambda path: write_whole(path, text.encode()))
         command = shlex.join(["hybridflow", "train", str(files.write), *problem.request.overrides])
         yield f"configuration: {files.write}; to run it: {command}"
