@@ -55,12 +55,14 @@ class Placement:
     sets: tuple[tuple[str, ...], ...]
     kinds: tuple[int, ...]
     given: tuple[int, ...] | None = None
+    anything: bool = False
     best: Found = field(default_factory=Found)
 
     def __post_init__(self) -> None:
         self.prices = self.limits.prices[[*self.kinds]] if self.limits.prices.size else None
-        pools = zip(self.sets, self.kinds, strict=True)
-        self.known = [self.fronts.bounds(roles, kind, int(self.limits.devices[kind])) for roles, kind in pools]
+        most = self.given or [int(self.limits.devices[kind]) for kind in self.kinds]
+        pools = zip(self.sets, self.kinds, most, strict=True)
+        self.known = [self.fronts.bounds(roles, kind, devices) for roles, kind, devices in pools]
         self.proven = 0.0
         self._start(inf)
         self.least, self.most = self.lo.sum(axis=0), self.hi.sum(axis=0)  # of one box, or none
@@ -75,37 +77,48 @@ class Placement:
 
     @property
     def bound(self) -> float:
-        return min(self.best.cost, max(self.proven, float(self.bounds.min(initial=inf))))
+        """Nothing costs less."""
+        return min(self.best.cost, max(self.proven, float(self.bounds.min(initial=self.limit))))
 
-    def solve(self, limit: float = inf) -> Found:
-        """The best allocation that costs less than ``limit``, if there is time to find it. What costs little more than the
-        bound is looked for first: then little is wanted of the pools' fronts, so that little has to be worked out."""
-        start = self.bound
-        for growth in GROWTHS if start < inf else ():
+    def solve(self, limit: float = inf, anything: bool = False) -> Found:
+        """The best allocation that costs less than ``limit``, if there is time to find it; ``anything``: one that fits, in
+        any case. What costs little more than the bound is looked for first: then little is wanted of the pools' fronts, and
+        little has to be worked out."""
+        start, self.anything = max(self.bound, SLACK), anything
+        for growth in GROWTHS if start < limit else ():
+            if self._late():
+                break
             self._start(min(limit, start * growth))
             self._search()
-            late = monotonic() >= self.limits.until
-            if late or self.best.cost < inf or start * growth >= limit:
+            if self.best.cost < inf or start * growth >= limit:
                 break
-            self.proven = max(self.proven, start * growth)
+            if not self._late():
+                self.proven = max(self.proven, start * growth)
         return self.best._replace(bound=self.bound)
+
+    def _late(self) -> bool:
+        return monotonic() >= self.limits.until and not (self.anything and self.best.cost == inf)
 
     def _start(self, limit: float) -> None:
         """Look for what costs less than ``limit``."""
         self.limit = limit
         self.exactly = [one.copy() for one in self.known]
         self.atmost = [np.minimum.accumulate(one, axis=0) for one in self.known]
-        self.fresh = [np.ones(len(one), bool) for one in self.known]
+        self.made: dict[tuple[int, int, bool], Front] = {}
+        self.tried: set[tuple[int, ...]] = set()
+        self.steps = [np.arange(len(one)) for one in self.known]
         self.lo, self.hi = self._root()
         self.bounds = self._bound(self.lo, self.hi)
 
     def _search(self) -> None:
         if len(self.lo):
             self._try(self._guess(self.lo[0], self.hi[0]))
-        while self._prune() and monotonic() < self.limits.until:
+        while self._prune() and not self._late():
             first = int(np.argmin(self.bounds))
             self._sharpen(self.hi[first])
-            now = float(self._bound(self.lo[first : first + 1], self.hi[first : first + 1])[0])
+            one = slice(first, first + 1)
+            self.lo[one], self.hi[one] = self._clipped(self.lo[one], self.hi[one])
+            now = float(self._bound(self.lo[one], self.hi[one])[0])
             if now > self.bounds[first]:
                 self.bounds[first] = now
             elif (self.lo[first] == self.hi[first]).all():
@@ -127,15 +140,18 @@ class Placement:
         return self._clipped(lo, hi)
 
     def _clipped(self, lo: Indices, hi: Indices) -> tuple[Indices, Indices]:
-        """Without what the number of devices rules out, and without empty boxes."""
-        lo, hi, kinds = lo.copy(), hi.copy(), np.array(self.kinds)
+        """Without what the number of devices rules out, and without empty boxes. Where devices that no pool has are lost,
+        also without those at the end that a pool has no use for, and where it could have more whatever the others have."""
+        lo, hi, kinds, saves = lo.copy(), hi.copy(), np.array(self.kinds), self.prices is not None or self.given is not None
         for kind in set(self.kinds):
             here = np.flatnonzero(kinds == kind)
             total = self.limits.devices[kind]
             hi[:, here] = np.minimum(hi[:, here], total - lo[:, here].sum(axis=1, keepdims=True) + lo[:, here])
-            if self.prices is None and self.given is None:
+            if not saves:
+                useful = np.stack([self.steps[pool][np.maximum(hi[:, pool], 0)] for pool in here], axis=1)
+                hi[:, here] = np.where(lo[:, here] <= hi[:, here], np.maximum(useful, lo[:, here]), hi[:, here])
                 spare = total - hi[:, here].sum(axis=1, keepdims=True) + hi[:, here]
-                lo[:, here] = np.maximum(lo[:, here], spare)
+                lo[:, here] = np.maximum(lo[:, here], np.minimum(spare, hi[:, here]))
         some = (lo <= hi).all(axis=1)
         return lo[some], hi[some]
 
@@ -175,17 +191,27 @@ class Placement:
     def _sharpen(self, devices: Indices) -> None:
         """Work out what the pools can really do with so many devices: their bounds grow there and below."""
         for pool, number in enumerate(devices):
-            if self.fresh[pool][number]:
-                self.fresh[pool][number] = False
-                least = self._front(pool, number).seconds.min(axis=0, initial=inf)
+            if (pool, number, False) not in self.made:
+                front = self._front(pool, number)
+                least, used = front.seconds.min(axis=0, initial=inf), int(front.devices.max(initial=0))
+                if self.prices is None:
+                    self.steps[pool][used : number + 1] = used
                 np.maximum(self.atmost[pool][: number + 1], least, out=self.atmost[pool][: number + 1])
 
     def _front(self, pool: int, devices: int, exact: bool = False) -> Front:
         """What a pool can do with at most, or exactly, so many devices, as far as it can matter to any allocation."""
-        roles, kind, within = self.sets[pool], self.kinds[pool], self._within(pool, devices if exact else self.least[pool])
-        if exact:
-            return self.fronts.exact(roles, kind, devices, within)
-        return self.fronts.upto(roles, kind, devices, within, self.known[pool])
+        key = pool, devices, exact
+        if key not in self.made:
+            roles, kind, within = (
+                self.sets[pool],
+                self.kinds[pool],
+                self._within(pool, devices if exact else self.least[pool]),
+            )
+            if exact:
+                self.made[key] = self.fronts.exact(roles, kind, devices, within)
+            else:
+                self.made[key] = self.fronts.upto(roles, kind, devices, within, self.known[pool])
+        return self.made[key]
 
     def _within(self, pool: int, least: int) -> Within:
         """What is left for a pool of ``least`` devices or more by what the others take at least in time and price."""
@@ -222,6 +248,10 @@ class Placement:
     def _try(self, devices: Indices) -> None:
         """The best ways to use an allocation: one of each pool's front."""
         fronts = tuple(self._front(pool, int(n), self.prices is not None) for pool, n in enumerate(devices))
+        same = tuple(int(steps[n]) for steps, n in zip(self.steps, devices, strict=True))
+        if same in self.tried:
+            return
+        self.tried.add(same)
         self.best = self.best._replace(evaluated=self.best.evaluated + 1)
         if not all(len(front.devices) for front in fronts):
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -54,18 +55,23 @@ class _Partial(NamedTuple):
 class Fronts:
     """Fronts, as far as they were asked for."""
 
-    def __init__(self, ways: Ways) -> None:
-        self.ways = ways
+    def __init__(self, ways: Ways, hurry: float = np.inf) -> None:
+        self.ways, self.hurry, self.skipped = ways, hurry, False
         self._exact: dict[tuple[Roles, int, int], tuple[Within, Front]] = {}
-        self._bounds: dict[tuple[Roles, int, int], Array] = {}
+        self._lower: dict[tuple[Roles, int, int], Array] = {}
 
     def bounds(self, roles: Roles, kind: int, limit: int) -> Array:
-        """[limit + 1, stages] no way that uses exactly n devices is faster in a stage. Infinite where nothing fits."""
-        key = roles, kind, limit
-        if key not in self._bounds:
-            found = [self.ways.lower(roles, kind, devices) for devices in range(1, limit + 1)]
-            self._bounds[key] = np.stack([np.full(self.ways.num_stages, np.inf), *found])
-        return self._bounds[key]
+        """[limit + 1, stages] no way that uses exactly n devices is faster in a stage. Infinite where nothing fits, and
+        where there was no time to look, as ``skipped`` then says: powers of two come first, then multiples of a machine."""
+        found, machine = np.full((limit + 1, self.ways.num_stages), np.inf), self.ways.machines[kind].devices
+        for n in sorted(range(1, limit + 1), key=lambda n: (n & (n - 1) != 0, n % machine != 0, n)):
+            if n & (n - 1) and monotonic() > self.hurry:
+                self.skipped = True
+                break
+            if (roles, kind, n) not in self._lower:
+                self._lower[roles, kind, n] = self.ways.lower(roles, kind, n)
+            found[n] = self._lower[roles, kind, n]
+        return found
 
     def fits(self, roles: Roles, kind: int, devices: int) -> bool:
         """Whether there is any way that uses all of the devices."""

@@ -127,14 +127,15 @@ def search(
     units = _units(graph, schedule == "sync" and len(space.machines) == 1)
     every = [tuple(tuple(sum(one, ())) for one in sets) for sets in set_partitions(units)]
     sets = every if placements is None else [_completed(graph, one) for one in placements]
-    given = [None] * len(sets) if allocations is None else [tuple(one) for one in allocations]
+    given = space.checked(sets, allocations) if allocations is not None else [None] * len(sets)
     options = [space.options(*pair) for pair in zip(sets, given, strict=True)]
     order = sorted(range(len(sets)), key=lambda number: min(one.bound for one in options[number]))
     solved = {number: space.solve(options[number]) for number in order}
     candidates = sorted((space.candidate(sets[n], *solved[n]) for n in order), key=lambda one: (one.cost, one.bound))
     best, *others = candidates
     if best.mapping is None:
-        raise ConfigError([space.misfit(sets)])
+        pairs = zip(sets, allocations or [], strict=False)
+        raise ConfigError([space.tight(*pair) for pair in pairs] or [space.misfit(sets)])
     bound = min(one.bound for one in candidates)
     return Result(
         best=best,
@@ -175,7 +176,9 @@ class _Space:
             self.machines += [] if machine in self.machines else [machine]
         self.devices = [sum(n * one.devices for n, one in cluster.machines if one == machine) for machine in self.machines]
         stages = graph.stages if schedule == "sync" else dict.fromkeys(graph.stages, 0)
-        self.fronts = Fronts(Ways(graph, cost, stages, self.machines))
+        half = monotonic() + (until - monotonic()) / 2
+        self.fronts = Fronts(Ways(graph, cost, stages, self.machines), half)
+        self.any = False  # mapping was found
         self.limits = Limits(np.array(self.devices), self._prices(), self._driver(stages), until)
 
     def _prices(self) -> Array:
@@ -203,11 +206,24 @@ class _Space:
         """The one that costs least, and what none costs less than."""
         cost = inf
         for one in sorted(options, key=lambda one: one.bound):
-            cost = min(cost, one.solve(cost).cost)
+            cost = min(cost, one.solve(cost, not self.any).cost)
+            self.any = self.any or cost < inf
         return min(options, key=lambda one: one.best.cost), min(one.bound for one in options)
 
+    def checked(self, placements: Sequence[Sets], allocations: Sequence[Sequence[int]]) -> list[tuple[int, ...] | None]:
+        """ConfigError: an allocation that isn't one of its placement, or has more devices than there are."""
+        if len(placements) != len(allocations):
+            raise ConfigError([f"{len(allocations)} allocations for {len(placements)} placements; expected one for each"])
+        for sets, given in zip(placements, allocations, strict=True):
+            if len(given) != len(sets) or min(given) < 1 or sum(given) > sum(self.devices):
+                have = f"allocation {list(given)} of placement {_text(sets)}"
+                raise ConfigError(
+                    [f"{have}: expected {len(sets)} whole numbers from 1 on, {sum(self.devices)} in all at most"]
+                )
+        return [tuple(one) for one in allocations]
+
     def candidate(self, placement: Sets, chosen: Placement, bound: float) -> Candidate:
-        found = chosen.best
+        found, bound = chosen.best, 0.0 if self.fronts.skipped else bound
         if not found.picks:
             return Candidate(placement, bound=bound)
         ways = [
@@ -275,6 +291,13 @@ class _Space:
         known = [number for number in least if number is not None]
         return f"its pools need {' + '.join(map(str, known))} = {sum(known)} devices to fit into memory; there are {total}"
 
+    def tight(self, sets: Sets, given: Sequence[int]) -> str:
+        """What to say when a fixed allocation doesn't fit."""
+        least = ", ".join(f"{min(self._least(roles, kind) for kind in range(len(self.machines))):g}" for roles in sets)
+        return (
+            f"placement {_text(sets)} doesn't fit into the memory of {list(given)} devices; the least of each are {least}"
+        )
+
     def misfit(self, placements: Sequence[Sets]) -> str:
         """What to say when nothing fits: the fewest machines of a kind that would do, or which roles never fit."""
         counts = zip(self.devices, self.machines, strict=True)
@@ -327,5 +350,9 @@ def _completed(graph: TaskGraph, sets: Sequence[Sequence[str]]) -> Sets:
     )
     have, want = sorted(name for one in full for name in one), sorted(role.name for role in graph.roles)
     if have != want or not all(full):
-        raise ConfigError([f"placement {list(map(list, sets))}: expected each of {', '.join(want)} in one set"])
+        raise ConfigError([f"placement {_text(sets)}: expected each of {', '.join(want)} in one set"])
     return full
+
+
+def _text(sets: Sequence[Sequence[str]]) -> str:
+    return " | ".join(", ".join(one) for one in sets)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import comb, inf
 from random import Random
 
 import numpy as np
@@ -319,3 +321,148 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 @settings(max_examples=30, deadline=None)
 def test_any_graph(graph: TaskGraph, seed: int, devices: int, memory: float, schedule: Schedule) -> None:
     assert_same(graph, cluster(1, devices), Fake(graph, seed, memory), schedule)
+
+
+def test_counts_of_the_plain_enumeration() -> None:
+    assert [len(list(set_partitions([(str(n),) for n in range(size)]))) for size in (3, 4, 5)] == [5, 15, 52]
+    found = [frozenset(frozenset(sum(one, ())) for one in sets) for sets in set_partitions([(name,) for name in "abcd"])]
+    assert len(set(found)) == 15
+    assert all(frozenset().union(*sets) == {*"abcd"} and sum(map(len, sets)) == 4 for sets in found)
+    graph = ppo()
+    alone = search(graph, cluster(1, 6), Fake(graph, 6), placements=[STANDALONE])
+    assert alone.allocations == comb(5, 3)
+    assert alone.placements == 1
+
+
+STANDALONE = [["actor"], ["critic"], ["ref"], ["reward"]]
+SPLIT = [["actor", "ref"], ["critic", "reward"]]
+
+
+def test_fixed_placements_and_allocations() -> None:
+    graph, machines = ppo(), cluster(1, 8)
+    cost = Fake(graph, 2)
+    plain = Enumeration(graph, machines, cost, "sync", "throughput")
+    every = search(graph, machines, cost)
+    by_sets = {frozenset(map(frozenset, one.placement)): one for one in (every.best, *every.runners_up)}
+    result = search(graph, machines, cost, placements=[SPLIT, STANDALONE])
+    assert {len(one.placement) for one in (result.best, *result.runners_up)} == {2, 4}
+    for one in (result.best, *result.runners_up):
+        assert one.cost == pytest.approx(by_sets[frozenset(map(frozenset, one.placement))].cost)
+    fixed = search(graph, machines, cost, placements=[SPLIT], allocations=[[6, 2]])
+    assert [pool.roles for pool in fixed.best.mapping.pools] == [("actor", "ref", "sampler"), ("critic", "reward")]  # type: ignore[union-attr]
+    sets = (("actor", "sampler", "ref"), ("critic", "reward"))
+    pairs = [(a, b) for a in range(1, 7) for b in range(1, 3)]  # some may be idle
+    assert fixed.best.cost == pytest.approx(min(plain._cheapest(sets, (0, 0), pair) for pair in pairs))
+    assert fixed.best.cost >= by_sets[frozenset(map(frozenset, sets))].cost
+
+
+def test_a_sampler_may_be_placed_apart_from_its_learner() -> None:
+    graph, machines = ppo(), cluster(1, 8)
+    sets = (("actor", "critic"), ("sampler", "ref", "reward"))
+    cost = Fake(graph, 4, memory=4.0)
+    result = search(graph, machines, cost, placements=[sets])
+    assert result.best.cost == pytest.approx(Enumeration(graph, machines, cost, "sync", "throughput").best(sets))
+
+
+@pytest.mark.parametrize(
+    ("placement", "allocation", "message"),
+    [
+        ([["actor"], ["critic", "ref"]], None, "placement actor | critic, ref: expected each of actor, critic"),
+        ([["actor", "ref"], ["critic", "ref", "reward"]], None, "in one set"),
+        ([["actor", "ref"], ["critic", "reward"], []], None, "in one set"),
+        (SPLIT, [8], "expected 2 whole numbers from 1 on, 8 in all at most"),
+        (SPLIT, [8, 8], "8 in all at most"),
+        (SPLIT, [8, 0], "from 1 on"),
+    ],
+)
+def test_placements_that_are_none(placement: list[list[str]], allocation: list[int] | None, message: str) -> None:
+    graph = ppo()
+    with pytest.raises(ConfigError) as caught:
+        given = None if allocation is None else [allocation]
+        search(graph, cluster(1, 8), Fake(graph, 0), placements=[placement], allocations=given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_device_has_a_price() -> None:
+    with pytest.raises(ConfigError, match="device chip has no price"):
+        search(ppo(), cluster(1, 8, price=0.0), Fake(ppo(), 0), objective="price")
+
+
+# ------------------------------------------------------------------------------------------------------------- real costs
+
+MODEL = ModelSize("small", DecoderSpec("llama", 32000, 1024, 4096, 8, 8, 8, 128, 4096))
+
+
+def fixed_batches(graph: TaskGraph, budget: int | None = 512) -> TaskGraph:
+    """Microbatches that the planner may not choose: fewer ways to enumerate."""
+    return TaskGraph(tuple(replace(role, token_budget=budget) for role in graph.roles), graph.tasks, graph.edges)
+
+
+@pytest.mark.parametrize("memory", [2e9, 3e9, 8e10])
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_optimum_with_real_costs(memory: float, schedule: Schedule) -> None:
+    graph = fixed_batches(ppo(("reward",), (), MODEL))
+    assert_same(graph, cluster(2, 4, memory=memory), CostModel(graph, Efficiency()), schedule)
+
+
+def test_optimum_with_real_costs_of_four_models() -> None:
+    graph = fixed_batches(ppo(size=MODEL))
+    result = assert_same(graph, cluster(1, 4, memory=6e9), CostModel(graph, Efficiency()))
+    assert result is not None
+
+
+def test_more_devices_are_never_slower() -> None:
+    graph = ppo(size=MODEL)
+    cost = CostModel(graph, Efficiency())
+    times = [search(graph, cluster(number, 2, memory=1.2e10), cost).best.seconds for number in range(1, 6)]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_a_deadline_leaves_a_bound() -> None:
+    graph = ppo(size=MODEL)
+    machines = cluster(3, 8, memory=1.2e10)
+    whole = search(graph, machines, CostModel(graph, Efficiency()))
+    assert whole.optimal
+    for seconds in (0.0, 0.1):
+        result = search(graph, machines, CostModel(graph, Efficiency()), deadline_s=seconds)
+        assert result.bound <= whole.best.seconds * (1 + 1e-9) <= result.best.seconds * (1 + 2e-9)
+        assert result.best.mapping is not None
+        assert len(result.runners_up) == 14
+        assert seconds or not result.optimal
+
+
+def test_what_does_not_fit() -> None:
+    graph = ppo(size=MODEL)
+    cost = CostModel(graph, Efficiency())
+    with pytest.raises(ConfigError) as caught:
+        search(graph, cluster(1, 2, memory=1.5e9), cost)
+    text = str(caught.value)
+    assert "no mapping fits into the memory of 1 machines of 2 x chip; the smallest cluster that would do: " in text
+    number = int(text.split("do: ")[1].split()[0])
+    assert search(graph, cluster(number, 2, memory=1.5e9), cost).best.mapping is not None
+    with pytest.raises(ConfigError, match="no mapping fits"):
+        search(graph, cluster(number - 1, 2, memory=1.5e9), cost)
+    with pytest.raises(ConfigError, match=r"nor of 4096 such devices: actor, critic, .*, even alone"):
+        search(graph, cluster(1, 2, memory=1e7), cost)
+    with pytest.raises(ConfigError, match=r"the memory of \[1, 1\] devices; the least of each are \d+, \d+"):
+        search(graph, cluster(1, 2, memory=1.5e9), cost, placements=[SPLIT], allocations=[[1, 1]])
+
+
+def test_reasons() -> None:
+    graph = ppo(size=MODEL)
+    cost = CostModel(graph, Efficiency())
+    result = search(graph, cluster(1, 4, memory=2.5e9), cost)
+    assert result.best.loses == ""
+    slow = [one for one in result.runners_up if one.mapping is not None]
+    small = [one for one in result.runners_up if one.mapping is None]
+    assert slow
+    assert small
+    for one in slow:
+        assert re.fullmatch(r"\S+ s instead of \S+ in stage [123]: .+ on [123] devices", one.loses)
+    for one in small:
+        assert "devices to fit into memory; there are 4" in one.loses
+        assert one.cost == inf
+    costs = [result.best.cost, *(one.cost for one in result.runners_up)]
+    assert costs == sorted(costs)
