@@ -26,6 +26,7 @@ from costs import (
 from hybridflow.planner.flops import backward_flops, forward_flops
 from hybridflow.planner.graph import Task
 from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.passes import ACTIVATIONS
 from hybridflow.planner.sizes import MODELS
 
 
@@ -78,6 +79,12 @@ def test_layers_of_short_microbatches_wait_for_weights_or_launches() -> None:
     recomputed, chunks = Strategy(rows=2, recompute=True), 1024 * 1024 / 2048
     assert timed(slow, LEARN, recomputed).parts["launch"] == pytest.approx(512 * 32 * 4e-3)  # backward is two of forward
     assert timed(slow, DRAW, Strategy()).parts["launch"] == pytest.approx(chunks * 32e-3)
+
+
+def test_cpus_read_and_compute_in_turns() -> None:
+    gpu, cpu = (timed(model(replace(EXACT, device=device)), SCORE, Strategy(rows=1)).parts for device in ("cuda", "cpu"))
+    read = 1024 * 32 * (MODELS["llama-7b"].layer + ACTIVATIONS * 2048 * 4096) * 2 / 2e12
+    assert cpu["compute"] == pytest.approx(gpu["compute"] + read, rel=1e-3)
 
 
 def test_tensor_parallel_lines_reduce_twice_a_layer_and_way() -> None:
