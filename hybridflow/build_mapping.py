@@ -311,10 +311,10 @@ def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
             yield f"{role} {found}; expected each of {', '.join(roles)} on one"
             return
     yield from (problem for pool in mapping.pools for problem in _unlike(mapping, pool, graph))
-    strategies = mapping.strategies
+    cuts = {role: strategy._replace(dp=1) for role, strategy in mapping.strategies.items()}
     for role in (name for name in roles if section_of(name) != name):
-        if strategies[role] != strategies[section_of(role)]:
-            yield f"{role} is cut otherwise than {section_of(role)}, whose section it has"
+        if cuts[role] != cuts[section_of(role)]:
+            yield f"{role} is cut otherwise than {section_of(role)}, but [{section_of(role)}] says how both are"
 
 
 def _unlike(mapping: DeviceMapping, pool: Pool, graph: TaskGraph) -> Iterator[str]:

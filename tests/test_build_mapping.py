@@ -329,6 +329,16 @@ def test_roles_follow_and_functions_score_where_it_is_drawn(folder: Path) -> Non
     assert config.placed.roles["estimator"] == "a" and mapping_of(config, CLUSTER).pools == pools
 
 
+def test_roles_of_one_section_may_have_pools_of_their_own(folder: Path) -> None:
+    path = file_of(folder, "critics", "safe_rlhf")
+    rest = tuple(role.name for role in task_graph(load_config(path)).roles if role.name != "cost_critic")
+    pools = (Pool("rest", MACHINE, 4, rest), Pool("costs", MACHINE, 2, ("cost_critic",)))
+    strategies = {**dict.fromkeys(rest, Strategy(dp=4)), "critic": Strategy(1, 2, 2), "cost_critic": Strategy(1, 2, 1)}
+    mapping = DeviceMapping(pools, strategies)
+    path.write_text(written(path, mapping))
+    assert mapping_of(load_config(path), CLUSTER) == mapping
+
+
 def test_microbatches_that_are_given_stay(folder: Path) -> None:
     path = file_of(folder, "given", "grpo", train__token_budget=64, actor__activation_checkpointing=True)
     path.write_text(written(path, colocated(task_graph(load_config(path)), actor=Strategy(dp=4, rows=3))))
@@ -359,7 +369,7 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
             {"strategies": {"reward": Strategy(dp=4, shard="fsdp")}},
             "reward is sharded by fsdp; a run shards what it trains",
         ),
-        ({"strategies": {"cost_critic": Strategy(tp=4)}}, "cost_critic is cut otherwise than critic, whose section it has"),
+        ({"strategies": {"cost_critic": Strategy(tp=4)}}, "cost_critic is cut otherwise than critic, but [critic] says "),
     ],
 )
 def test_mappings_that_no_run_can_have_are_told(folder: Path, change: dict[str, Any], said: str) -> None:
