@@ -195,7 +195,13 @@ class CostModel:
         key = id(machine), role.itemsize
         if key not in self._places:
             e, device = self.efficiency, machine.device
-            flops = device.flops["bfloat16" if role.itemsize == 2 else "float32"]
+            dtype = "float32" if role.itemsize == 4 else "bfloat16"
+            if dtype not in device.flops:
+                known = ", ".join(device.flops)
+                raise ConfigError(
+                    [f"{device.name}: no flops of {dtype}, in which {role.name} computes, but of {known}; give them"]
+                )
+            flops = device.flops[dtype]
             speeds = Speeds(
                 flops * e.compute, device.bandwidth * e.bandwidth, e.launch_s, e.call_s, e.overlap, e.device == "cpu"
             )

@@ -226,6 +226,12 @@ def test_short_rows_make_microbatches_of_as_many_tokens() -> None:
     assert found == {2000: [1, 2, 4, 8], 500: [1, 2, 4, 8], 7: [73, 146, 292, 584]}
 
 
+def test_devices_have_to_compute_in_the_type_of_a_model() -> None:
+    machine = replace(MACHINE, device=replace(MACHINE.device, flops={"float32": 10e12}))
+    with pytest.raises(ConfigError, match="d: no flops of bfloat16, in which frozen computes, but of float32; give them"):
+        model().seconds(SCORE, Strategy(), machine)
+
+
 def test_terms_can_be_left_out() -> None:
     whole = model(Efficiency(), graph=of(LEARN))
     names = timed(whole, LEARN, Strategy(2, 4, 2, "zero1", True), machine=A100).parts
