@@ -50,9 +50,9 @@ class Efficiency:
     """What formulas can't know: shares of peaks that are reached, and seconds that a call takes besides. The first six are
     fitted (``calibrate``), the others are fixed.
 
-    ``compute``: of the peak of matrix products; ``decode_step_s`` and ``decode_row_s``: of a decode step, and of each row in
+    ``compute``: of the peak of matrix products; ``decode_step_s`` and ``decode_row_s``: of a decode step and of each row in
     it; ``call_s``: of a remote call, or of an update; ``network``: of a machine's; ``copy``: bytes/s at which generation
-    weights are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: that the kernels of a layer
+    weights are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: that kernels of a layer
     take to start and to end, some twenty of 5 µs; ``overlap``: the share of computing during which fsdp's weights arrive;
     ``memory``: of a device, for what is counted (others: contexts, buffers of collectives, fragments); ``cache_limit``:
     whether a cache has to fit. ``device``: whose kernels save activations.
