@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.planner.fronts import Front, Fronts, Within
+from hybridflow.planner.stepping import Columns
 
 __all__ = ["Found", "Limits", "Placement"]
 
@@ -59,6 +60,7 @@ class Placement:
     best: Found = field(default_factory=Found)
 
     def __post_init__(self) -> None:
+        self.columns = self.fronts.ways.columns
         self.prices = self.limits.prices[[*self.kinds]] if self.limits.prices.size else None
         most = self.given or [int(self.limits.devices[kind]) for kind in self.kinds]
         pools = zip(self.sets, self.kinds, most, strict=True)
@@ -163,7 +165,7 @@ class Placement:
                 one = lo[:, pool] == hi[:, pool]
                 least[one] = exactly[hi[one, pool]]
             np.maximum(slowest, least, out=slowest)
-        seconds: Array = slowest.sum(axis=1)
+        seconds = self.columns.seconds(slowest)
         return seconds if self.prices is None else seconds * (lo @ self.prices) / 3600
 
     def _prune(self) -> bool:
@@ -220,7 +222,7 @@ class Placement:
         limit = min(self.limit, self.best.cost)
         if self.prices is not None:
             limit *= 3600 / (least * self.prices[pool] + sum(self.least[other] * self.prices[other] for other in others))
-        return Within(limit, floor)
+        return Within(limit, floor, self.columns)
 
     # -------------------------------------------------------------------------------------------------------- allocations
 
@@ -256,13 +258,15 @@ class Placement:
         if not all(len(front.devices) for front in fronts):
             return
         scale = 1.0 if self.prices is None else float(devices @ self.prices) / 3600
-        picked = _together(fronts, self.limits.driver, min(self.limit, self.best.cost) / scale)
+        picked = _together(fronts, self.limits.driver, self.columns, min(self.limit, self.best.cost) / scale)
         if picked is not None:
             self.best = self.best._replace(cost=picked[0] * scale, fronts=fronts, picks=picked[1])
 
 
-def _together(fronts: tuple[Front, ...], driver: Array, limit: float) -> tuple[float, tuple[int, ...]] | None:
-    """One way of each front, so that the sum over stages of the slowest is least, if below ``limit``."""
+def _together(
+    fronts: tuple[Front, ...], driver: Array, columns: Columns, limit: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """One way of each front, so that a step takes least, if it takes less than ``limit``."""
     rest = [driver]
     for front in fronts[:0:-1]:
         rest.append(np.maximum(rest[-1], front.seconds.min(axis=0)))
@@ -270,10 +274,11 @@ def _together(fronts: tuple[Front, ...], driver: Array, limit: float) -> tuple[f
     for front, later in zip(fronts, reversed(rest), strict=True):
         m, f = len(partial), len(front.seconds)
         joined = np.maximum(partial[:, None], front.seconds[None]).reshape(m * f, len(driver))
-        keep = np.flatnonzero(np.maximum(joined, later).sum(axis=1) < limit)
+        keep = np.flatnonzero(columns.seconds(np.maximum(joined, later)) < limit)
         partial = joined[keep]
         picks = np.concatenate([picks[keep // f], keep[:, None] % f], axis=1)
     if not len(partial):
         return None
-    best = int(np.argmin(partial.sum(axis=1)))
-    return float(partial[best].sum()), tuple(int(pick) for pick in picks[best])
+    seconds = columns.seconds(partial)
+    best = int(np.argmin(seconds))
+    return float(seconds[best]), tuple(int(pick) for pick in picks[best])

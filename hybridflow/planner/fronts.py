@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.stepping import Columns
 from hybridflow.planner.ways import Array, Indices, Roles, Ways, layouts, pareto, unbeaten
 
 __all__ = ["Front", "Fronts", "Within"]
@@ -30,10 +31,11 @@ class Front(NamedTuple):
 
 
 class Within(NamedTuple):
-    """Which ways are wanted: steps of less than ``limit`` seconds, where no stage is shorter than ``floor``."""
+    """Which ways are wanted: steps of less than ``limit`` seconds, where no column is shorter than ``floor``."""
 
     limit: float
     floor: Array
+    columns: Columns
 
     def covers(self, other: Within) -> bool:
         """Whether all that the other one wants is here."""
@@ -41,7 +43,7 @@ class Within(NamedTuple):
 
     def wants(self, seconds: Array) -> Array:
         """[...] of [..., stages]"""
-        return np.asarray(np.maximum(seconds, self.floor).sum(axis=-1) < self.limit)
+        return np.asarray(self.columns.seconds(np.maximum(seconds, self.floor)) < self.limit)
 
 
 class _Partial(NamedTuple):
@@ -75,7 +77,7 @@ class Fronts:
 
     def fits(self, roles: Roles, kind: int, devices: int) -> bool:
         """Whether there is any way that uses all of the devices."""
-        anything = Within(np.inf, np.zeros(self.ways.num_stages))
+        anything = Within(np.inf, np.zeros(self.ways.num_stages), self.ways.columns)
         possible = bool(np.isfinite(self.ways.lower(roles, kind, devices)).all())
         return possible and bool(self.exact(roles, kind, devices, anything).strategies)
 

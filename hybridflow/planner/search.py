@@ -24,6 +24,7 @@ from hybridflow.planner.cost import CostModel, Estimate
 from hybridflow.planner.fronts import Fronts
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Pool, Schedule, Strategy
+from hybridflow.planner.stepping import Columns
 from hybridflow.planner.ways import Ways
 
 __all__ = ["Candidate", "Objective", "Result", "pool_seconds", "search", "set_partitions", "stage_seconds", "step_seconds"]
@@ -98,8 +99,10 @@ def stage_seconds(pools: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
 
 
 def step_seconds(pools: Mapping[str, Sequence[float]], schedule: Schedule) -> float:
-    """ "sync": stages follow each other. "async": pools run side by side, one step stale, each for all its stages."""
-    return sum(stage_seconds(pools)) if schedule == "sync" else max(sum(times) for times in pools.values())
+    """ "sync": stages follow each other. "async": two steps are in flight, so that a step takes half of that, but no less
+    than a pool works in all stages. Simulated steps take as long, or longer where pools wait for each other in turns."""
+    every = sum(stage_seconds(pools))
+    return every if schedule == "sync" else max(every / 2, *(sum(times) for times in pools.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- search
@@ -175,11 +178,11 @@ class _Space:
         for _, machine in cluster.machines:
             self.machines += [] if machine in self.machines else [machine]
         self.devices = [sum(n * one.devices for n, one in cluster.machines if one == machine) for machine in self.machines]
-        stages = graph.stages if schedule == "sync" else dict.fromkeys(graph.stages, 0)
+        columns = Columns.of(graph, schedule)
         half = monotonic() + (until - monotonic()) / 2
-        self.fronts = Fronts(Ways(graph, cost, stages, self.machines), half)
+        self.fronts = Fronts(Ways(graph, cost, columns, self.machines), half)
         self.any = False  # mapping was found
-        self.limits = Limits(np.array(self.devices), self._prices(), self._driver(stages), until)
+        self.limits = Limits(np.array(self.devices), self._prices(), self._driver(columns), until)
 
     def _prices(self) -> Array:
         if self.objective != "price":
@@ -189,12 +192,12 @@ class _Space:
             raise ConfigError([f"cluster: device {free[0]} has no price; give it one, or plan for throughput"])
         return np.array([machine.device.price for machine in self.machines])
 
-    def _driver(self, stages: Mapping[str, int]) -> Array:
+    def _driver(self, columns: Columns) -> Array:
         """What has no model runs in the driver, beside the pools."""
-        seconds, names = np.zeros(1 + max(stages.values())), {role.name for role in self.graph.roles}
+        seconds, names = np.zeros(len(columns)), {role.name for role in self.graph.roles}
         for task in self.graph.tasks:
             if task.role not in names:
-                seconds[stages[task.name]] += task.seconds * task.times
+                seconds += columns.shares[task.name] * task.seconds * task.times
         return seconds
 
     def options(self, sets: Sets, given: tuple[int, ...] | None) -> list[Placement]:

@@ -1,6 +1,7 @@
 """What each role can do by itself on some devices of a pool: ways of cutting it, with their seconds and bytes.
 
-Arrays of costs have a column for each stage, in seconds, then bytes held and bytes taken on top while the role works.
+Arrays of costs have columns of seconds (``stepping``: mostly one for each stage), then bytes held and bytes taken on top
+while the role works.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hybridflow.planner.cluster import Machine
 from hybridflow.planner.cost import CostModel, Estimate
 from hybridflow.planner.graph import ModelRole, TaskGraph
 from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.stepping import Columns
 
 __all__ = ["Array", "Indices", "Options", "Roles", "Ways", "layouts", "pareto", "unbeaten"]
 
@@ -61,11 +63,11 @@ def layouts(strategies: Sequence[Strategy]) -> Indices:
 
 
 class Ways:
-    """Everything is worked out when it is first asked for. ``stages``: of every task, 0 to ``num_stages`` - 1."""
+    """Everything is worked out when it is first asked for."""
 
-    def __init__(self, graph: TaskGraph, cost: CostModel, stages: Mapping[str, int], machines: Sequence[Machine]) -> None:
-        self.graph, self.cost, self.stages, self.machines = graph, cost, stages, machines
-        self.num_stages = 1 + max(stages.values())
+    def __init__(self, graph: TaskGraph, cost: CostModel, columns: Columns, machines: Sequence[Machine]) -> None:
+        self.graph, self.cost, self.columns, self.machines = graph, cost, columns, machines
+        self.num_stages = len(columns)
         self.usable = [cost.usable_bytes(machine) for machine in machines]
         self.roles = {role.name: role for role in graph.roles}
         self.tasks = {name: [task for task in graph.tasks if task.role == name] for name in self.roles}
@@ -100,7 +102,7 @@ class Ways:
         for task, estimate in estimates.items():
             if estimate is None:
                 return None
-            seconds[self.stages[task]] += estimate.seconds
+            seconds += self.columns.shares[task] * estimate.seconds
         return seconds
 
     # --------------------------------------------------------------------------------------------------------- samplers
@@ -132,9 +134,7 @@ class Ways:
 
     def _first(self, sampler: str, estimate: Estimate) -> Array:
         """Weights come before a sampler's first task."""
-        seconds = np.zeros(self.num_stages)
-        seconds[self.stages[self.tasks[sampler][0].name]] = estimate.seconds
-        return seconds
+        return self.columns.shares[self.tasks[sampler][0].name] * estimate.seconds
 
     def fastest(self, name: str, kind: int, devices: int, beside: bool) -> Array:
         """No way to generate is faster in a stage. ``beside``: its learner."""
@@ -156,7 +156,7 @@ class Ways:
         for edge in self.graph.edges:
             writer, reader = self._role_of[edge.writer], self._role_of[edge.reader]
             if reader in roles and writer not in roles and writer in self.roles:
-                seconds[self.stages[edge.reader]] += self.cost.transfer(edge, self.machines[kind], devices)
+                seconds += self.columns.shares[edge.reader] * self.cost.transfer(edge, self.machines[kind], devices)
         return seconds
 
     def lower(self, roles: Roles, kind: int, devices: int) -> Array:

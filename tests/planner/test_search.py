@@ -228,12 +228,15 @@ class Enumeration:
         return found
 
     def _cheapest(self, sets: tuple[tuple[str, ...], ...], kinds: tuple[int, ...], devices: tuple[int, ...]) -> float:
-        slowest = self.driver.sum()[None] if self.schedule == "async" else self.driver[None]
+        slowest = self.driver[None], self.driver.sum()[None]
         for roles, kind, number in zip(sets, kinds, devices, strict=True):
             times = self.times(roles, kind, number)
-            times = times.sum(axis=1) if self.schedule == "async" else times
-            slowest = np.maximum(slowest[:, None], times[None]).reshape(-1, *times.shape[1:])
-        seconds = slowest if self.schedule == "async" else slowest.sum(axis=1)
+            slowest = (
+                np.maximum(slowest[0][:, None], times[None]).reshape(-1, times.shape[1]),
+                np.maximum(slowest[1][:, None], times.sum(axis=1)[None]).reshape(-1),
+            )
+        stages, longest = slowest[0].sum(axis=1), slowest[1]
+        seconds = stages if self.schedule == "sync" else np.maximum(stages / 2, longest)
         prices = [self.machines[kind].device.price * number / 3600 for kind, number in zip(kinds, devices, strict=True)]
         return float(seconds.min(initial=inf)) * (sum(prices) if self.objective == "price" else 1.0)
 
