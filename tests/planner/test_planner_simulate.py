@@ -174,6 +174,15 @@ def test_one_step_stale_rollouts_hide_behind_learning() -> None:
     assert alone.utilisation("main") == pytest.approx(8 / 8.625)
 
 
+@settings(max_examples=30, deadline=None)
+@given(cases("async"))
+def test_one_step_stale_pools_work_side_by_side(case: Case) -> None:
+    """A step takes no less than a pool works for it, and no more than stages that wait for each other."""
+    pools = pool_seconds(case.graph, case.mapping, case.estimates)
+    simulated = case.simulated(24).step_s
+    assert 0.85 * max(map(sum, pools.values())) <= simulated <= step_seconds(pools, "sync") * (1 + 1e-9)
+
+
 def test_two_steps_are_in_flight_at_most() -> None:
     """Rollout, judging and learning take turns in a chain of three pools: a step can't take less than half of it."""
     case = rlhf("async", apart=True)
