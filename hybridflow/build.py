@@ -30,7 +30,7 @@ from hybridflow.core.errors import UserError
 from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
-from hybridflow.rollout.schedule import DynamicSampling, Schedule, Synchronous
+from hybridflow.rollout.schedule import DynamicSampling, Lagging, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
@@ -140,6 +140,8 @@ def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Sched
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)
+    if config.algorithm == "impala":
+        return Fifo(max_staleness=config.impala.lag), Lagging(config.impala.lag)
     return Fifo(), Synchronous()
 
 
@@ -160,7 +162,8 @@ def make_objective(config: RunConfig, failures: tuple[str, ...] = ()) -> Objecti
 def make_algorithm(config: RunConfig, makers: Mapping[str, Callable[[], Any]]) -> Algorithm:
     """The algorithm with those of the parts that its constructor names."""
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
-    names = [name for name in inspect.signature(algorithm).parameters if name != "config"]
+    left_out = {"config"} if algorithm.needs_critic(config.method) else {"config", "critic"}
+    names = [name for name in inspect.signature(algorithm).parameters if name not in left_out]
     # Scorers first: they are quick to make, and a wrong reward should not wait for a model to load.
     quick = ("scorers", "cost", "baseline", "demonstrations")
     made = {name: makers[name]() for name in sorted(names, key=lambda name: name not in quick)}

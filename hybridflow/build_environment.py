@@ -71,7 +71,7 @@ class EnvironmentParts:
 
     def _sampler_args(self) -> dict[str, Any]:
         config, args = self.config, {"config": self.environment, "seed": self.config.seed}
-        if config.algorithm == "dqn":
+        if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
         noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
         at_random = "replay" in config.sections() and not action_space(self.spaces).discrete

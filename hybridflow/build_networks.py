@@ -15,7 +15,7 @@ from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
-from hybridflow.models.nets import make_policy, make_q, make_value
+from hybridflow.models.nets import make_policy, make_q, make_table, make_value
 from hybridflow.workers.learner import Trained
 
 __all__ = ["WEIGHTS", "action_space", "actor_networks", "critic_networks", "main_network", "trained_besides"]
@@ -27,7 +27,7 @@ Built = dict[str, nn.Module]
 
 def main_network(config: RunConfig) -> str:
     """The network that acts."""
-    return "q" if config.algorithm == "dqn" else "policy"
+    return "q" if config.algorithm in ("dqn", "q_learning") else "policy"
 
 
 def action_space(spaces: Spaces) -> ActionSpace:
@@ -38,9 +38,8 @@ def action_space(spaces: Spaces) -> ActionSpace:
 
 def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
     """What the actor's learner holds; those that start from ``[actor] model`` read it."""
-    networks = {"dqn": _dqn, "sac": _sac, "td3": _deterministic, "ddpg": _deterministic}.get(config.algorithm, _policy)(
-        spaces, config
-    )
+    built = {"dqn": _dqn, "q_learning": _table, "sac": _sac, "td3": _deterministic, "ddpg": _deterministic}
+    networks = built.get(config.algorithm, _policy)(spaces, config)
     if config.actor.model is not None:
         path = Path(config.actor.model) / WEIGHTS
         if not path.is_file():
@@ -90,6 +89,10 @@ def _q(spaces: Spaces, config: RunConfig) -> nn.Module:
 
 def _dqn(spaces: Spaces, config: RunConfig) -> Built:
     return _copies(("q", "target"), lambda: _q(spaces, config))
+
+
+def _table(spaces: Spaces, config: RunConfig) -> Built:
+    return {"q": make_table(*spaces)}
 
 
 def _sac(spaces: Spaces, config: RunConfig) -> Built:

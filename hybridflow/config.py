@@ -12,13 +12,17 @@ import torch
 from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
+from hybridflow.algorithms.a2c import A2CConfig
 from hybridflow.algorithms.ddpg import DDPGConfig
 from hybridflow.algorithms.distill import DistillConfig
 from hybridflow.algorithms.dpo import DPOConfig
 from hybridflow.algorithms.dqn import DQNConfig
 from hybridflow.algorithms.grpo import GRPOConfig
+from hybridflow.algorithms.impala import ImpalaConfig
 from hybridflow.algorithms.policy_gradient import KLConfig, LossConfig, PolicyGradient, ShapingConfig, conflicts
 from hybridflow.algorithms.ppo import PPOConfig
+from hybridflow.algorithms.q_learning import QLearningConfig
+from hybridflow.algorithms.reinforce import ReinforceConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModelConfig
@@ -27,6 +31,7 @@ from hybridflow.algorithms.sac import SACConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHFConfig
 from hybridflow.algorithms.sft import SFTConfig
 from hybridflow.algorithms.td3 import TD3Config
+from hybridflow.algorithms.trpo import TRPOConfig
 from hybridflow.config_runtime import PlacementConfig, RuntimeConfig
 from hybridflow.core.config import Config, apply_overrides, keys, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError
@@ -220,6 +225,11 @@ class RunConfig(Config):
         "ppo",
         "safe_rlhf",
         "distill",
+        "a2c",
+        "impala",
+        "q_learning",
+        "reinforce",
+        "trpo",
         "dqn",
         "sac",
         "td3",
@@ -244,6 +254,11 @@ class RunConfig(Config):
     ppo: PPOConfig = PPOConfig()
     safe_rlhf: SafeRLHFConfig = SafeRLHFConfig()
     distill: DistillConfig = DistillConfig()
+    a2c: A2CConfig = A2CConfig()
+    impala: ImpalaConfig = ImpalaConfig()
+    q_learning: QLearningConfig = QLearningConfig()
+    reinforce: ReinforceConfig = ReinforceConfig()
+    trpo: TRPOConfig = TRPOConfig()
     dqn: DQNConfig = DQNConfig()
     sac: SACConfig = SACConfig()
     td3: TD3Config = TD3Config()
@@ -291,6 +306,7 @@ class RunConfig(Config):
             self.algorithm,
             *({"critic", "cost", "teacher"} & roles.keys()),
         }
+        read -= set() if self._has_critic else {"critic"}
         read |= {"loss"} if "objective" in roles else set()
         read |= {"placement"} if self.runtime.kind == "ray" else set()
         if self.environment is not None:
@@ -300,11 +316,16 @@ class RunConfig(Config):
         read |= {"data", "generation", "reward", *(["kl", "shaping"] if "objective" in roles else [])}
         return read | ({"reference"} if self.needs_reference else set())
 
+    @property
+    def _has_critic(self) -> bool:
+        return ALGORITHMS[self.algorithm].algorithm.needs_critic(self.method)
+
     def roles(self) -> dict[str, bool]:
         """The roles of the run; False for those that it may turn out not to have, by its data or without an evaluation."""
         method = ALGORITHMS[self.algorithm]
         parts, read = inspect.signature(method.algorithm).parameters, self.sections()
         there = {"actor", "critic", "cost_critic", "estimator", "baseline", "cost", "teacher"} & parts.keys()
+        there -= set() if self._has_critic else {"critic"}
         there |= ({"reference"} & read) | ({"sampler"} if method.records != "pairs" else set())
         roles = dict.fromkeys(sorted(there), True)
         if "reward" in read:
@@ -433,6 +454,9 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
+    environment = config.environment
+    if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
+        yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
     if config.train.updates_per_step > 1 and "replay" not in method.reads:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
 

@@ -27,7 +27,9 @@ def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path
     assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
 
 
-@pytest.mark.parametrize("name", ["cartpole", "dqn_cartpole"])
+@pytest.mark.parametrize(
+    "name", ["cartpole", "dqn_cartpole", "a2c_cartpole", "reinforce_cartpole", "trpo_cartpole", "impala_cartpole"]
+)
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str) -> None:

@@ -18,6 +18,7 @@ from conftest import CARTPOLE, PENDULUM, REVERSE, saved_tensors, with_keys
 from hybridflow import checkpoint
 from hybridflow.build import build
 from hybridflow.config import resolved, validate
+from hybridflow.core.batch import Batch, Ragged
 from hybridflow.launch import train
 
 TIMED = ("time/", "tokens_per_s", "env_steps_per_s", "memory/")
@@ -49,6 +50,10 @@ def assert_equal(a: Any, b: Any, where: str = "state") -> None:
         assert len(a) == len(b), where
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert_equal(x, y, f"{where}[{i}]")
+    elif isinstance(a, Batch):
+        assert_equal(a.columns, b.columns, where)
+    elif isinstance(a, Ragged):
+        assert_equal([a.values, a.lengths], [b.values, b.lengths], where)
     elif isinstance(a, torch.Tensor):
         assert torch.equal(a, b), where
     elif isinstance(a, np.ndarray):
@@ -115,6 +120,22 @@ ENVIRONMENTS = {
         environment__steps_per_rollout=4,
         train={"steps": 2, "updates_per_step": 3},
         replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6, "importance": 1.0},
+    ),
+    "a2c-cartpole": with_keys(CARTPOLE, algorithm="a2c", ppo=None, train={"steps": 2}),
+    "reinforce-cartpole": with_keys(CARTPOLE, algorithm="reinforce", ppo=None, critic=None),
+    "reinforce-value": with_keys(CARTPOLE, algorithm="reinforce", ppo=None, reinforce={"baseline": "value"}),
+    "trpo-cartpole": with_keys(CARTPOLE, algorithm="trpo", ppo=None),
+    "trpo-pendulum": with_keys(CARTPOLE, algorithm="trpo", ppo=None, environment__id="Pendulum-v1"),
+    "impala-cartpole": with_keys(CARTPOLE, algorithm="impala", ppo=None, impala={"lag": 3}),
+    "q-learning": with_keys(
+        CARTPOLE,
+        algorithm="q_learning",
+        ppo=None,
+        critic=None,
+        actor=None,
+        train={"steps": 2},
+        environment={"id": "FrozenLake-v1", "num_envs": 4, "steps_per_rollout": 1},
+        exploration={"epsilon_decay_steps": 100},
     ),
     "sac-pendulum": PENDULUM,
     "td3-pendulum": with_keys(PENDULUM, algorithm="td3", exploration={"noise": 0.2}),

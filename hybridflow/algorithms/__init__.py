@@ -2,12 +2,16 @@
 
 from typing import Literal, NamedTuple
 
+from hybridflow.algorithms.a2c import A2C, A2CConfig
 from hybridflow.algorithms.ddpg import DDPG, DDPGConfig
 from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.algorithms.impala import Impala, ImpalaConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
+from hybridflow.algorithms.q_learning import QLearning, QLearningConfig
+from hybridflow.algorithms.reinforce import Reinforce, ReinforceConfig
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
@@ -16,6 +20,7 @@ from hybridflow.algorithms.sac import SAC, SACConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.algorithms.td3 import TD3, TD3Config
+from hybridflow.algorithms.trpo import TRPO, TRPOConfig
 from hybridflow.core.config import Config
 from hybridflow.core.roles import Algorithm
 
@@ -55,6 +60,13 @@ ALGORITHMS: dict[str, Method] = {
         SafeRLHF, SafeRLHFConfig, ("data",), "PPO that keeps a mean cost within a budget, by a Lagrange multiplier"
     ),
     "distill": Method(Distill, DistillConfig, ("data",), "reverse KL to a teacher on the student's own responses"),
+    "reinforce": Method(
+        Reinforce, ReinforceConfig, ("environment",), "REINFORCE on episodes of environments, with or without a baseline"
+    ),
+    "a2c": Method(A2C, A2CConfig, ("environment",), "advantage actor-critic on short rollouts"),
+    "trpo": Method(TRPO, TRPOConfig, ("environment",), "natural gradient steps within a trust region"),
+    "impala": Method(Impala, ImpalaConfig, ("environment",), "actor-critic on older rollouts, corrected by V-trace"),
+    "q_learning": Method(QLearning, QLearningConfig, ("environment",), "Q-learning with a table", reads=("exploration",)),
     "dqn": Method(
         DQN,
         DQNConfig,

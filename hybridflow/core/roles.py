@@ -66,6 +66,7 @@ Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
 Per = Literal["step", "row", "group"]
+On = Literal["outputs", "networks", "step"]
 PerOf = Per | Callable[[Mapping[str, Any]], Per]
 
 
@@ -222,7 +223,7 @@ class Declared:
         writes: Names,
         per: PerOf,
         min_group: int,
-        on: Literal["outputs", "networks"],
+        on: On,
         trains: NamesOf,
         noise: bool,
     ) -> None:
@@ -253,7 +254,7 @@ def columns(
     *,
     per: PerOf = "step",
     min_group: int = 1,
-    on: Literal["outputs", "networks"] = "outputs",
+    on: On = "outputs",
     trains: NamesOf = (),
     noise: bool = False,
 ) -> Callable[[Callable[..., Any]], Declared]:
@@ -266,6 +267,9 @@ def columns(
     the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name. ``trains``: which
     of them get gradients and take a step, the main one if none is named. ``noise``: the loss is given a column "noise" of
     standard normal numbers like ``actions``, which derive from the seed, the update and the step's place in the batch.
+
+    A function ``on`` "step" moves what it trains by itself, once an update: it is given the networks, the columns of all
+    steps, and what sums a tensor over all ranks that have some of them.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:
@@ -298,7 +302,7 @@ class Fn:
         return per({**self.declared.defaults, **self.params}) if callable(per) else per
 
     @property
-    def on(self) -> Literal["outputs", "networks"]:
+    def on(self) -> On:
         return self.declared.on
 
     @property
@@ -470,6 +474,11 @@ class Algorithm(Protocol):
     def needs_reference(cls, config: Any, /) -> bool:
         """Whether a frozen copy of the first policy has to score the responses."""
         return False
+
+    @classmethod
+    def needs_critic(cls, config: Any, /) -> bool:
+        """Whether a critic that the constructor can do without has to be there."""
+        return True
 
     def metrics(self) -> dict[str, float]:
         """The method's own numbers for the record of a step: coefficients that adapt, as they were in it."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -41,10 +42,12 @@ __all__ = [
     "NetConfig",
     "ObservationNet",
     "QNet",
+    "QTable",
     "ValueNet",
     "joined",
     "make_policy",
     "make_q",
+    "make_table",
     "make_value",
 ]
 
@@ -83,6 +86,15 @@ class Categorical:
         probabilities = self.log_probabilities.exp()
         return -torch.where(probabilities > 0, probabilities * self.log_probabilities, 0.0).sum(-1)
 
+    def kl(self, other: Categorical) -> Tensor:
+        """[B] KL(self || other), nats."""
+        chance = self.log_probabilities.exp()
+        return torch.where(chance > 0, chance * (self.log_probabilities - other.log_probabilities), 0.0).sum(-1)
+
+    def detached(self) -> Categorical:
+        """The same without a gradient."""
+        return Categorical(self.log_probabilities.detach())
+
     @property
     def mode(self) -> Tensor:
         """[B] the likeliest action."""
@@ -120,6 +132,15 @@ class Gaussian:
     def entropy(self) -> Tensor:
         """[B], nats."""
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).flatten(1).sum(-1)
+
+    def kl(self, other: Gaussian) -> Tensor:
+        """[B] KL(self || other), nats."""
+        off = (self.mean - other.mean) ** 2 + (2 * self.log_std).exp()
+        return (other.log_std - self.log_std + 0.5 * off / (2 * other.log_std).exp() - 0.5).flatten(1).sum(-1)
+
+    def detached(self) -> Gaussian:
+        """The same without a gradient."""
+        return Gaussian(self.mean.detach(), self.log_std.detach())
 
     @property
     def mode(self) -> Tensor:
@@ -242,6 +263,15 @@ class ObservationNet(nn.Module):
         """[B, ...] observations -> [B, num_outputs]"""
         return self.mlp.forward(self.features.forward(observations))
 
+    @contextmanager
+    def twice_differentiable(self) -> Iterator[None]:
+        """As long as it lasts, gradients have gradients."""
+        self.mlp.twice_differentiable = True
+        try:
+            yield
+        finally:
+            self.mlp.twice_differentiable = False
+
     @property
     def device(self) -> torch.device:
         device: torch.device = self.mlp.layers[0].bias.device  # type: ignore[assignment]
@@ -315,6 +345,30 @@ class QNet(ObservationNet):
         return Categorical(torch.full_like(values, -math.inf).scatter(-1, best, 0.0))
 
 
+class QTable(nn.Module):
+    """The value of each of K actions in each of S states, numbered from ``start``: a table [S, K], all zero at first."""
+
+    inputs: tuple[str, ...] = ("observations", "actions")
+    unit: Literal["row", "step"] = "step"
+
+    def __init__(self, num_states: int, num_actions: int, start: int = 0) -> None:
+        super().__init__()
+        self.table, self.start = nn.Parameter(torch.zeros(num_states, num_actions)), start
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    def states(self, observations: Tensor) -> Tensor:
+        """Rows of the table [B]."""
+        return observations.long() - self.start
+
+    def distribution(self, observations: Tensor) -> Categorical:
+        """The greedy policy, which draws among equally good actions."""
+        values = self.table[self.states(observations)]
+        return Categorical(torch.where(values == values.amax(-1, keepdim=True), 0.0, -math.inf).log_softmax(-1))
+
+
 def make_policy(
     observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator
 ) -> CategoricalPolicy | GaussianPolicy:
@@ -332,6 +386,13 @@ def make_value(observation_space: Space[Any], config: NetConfig, generator: torc
 def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> QNet:
     """An action-value network for the spaces; DataError if one of them is not supported."""
     return QNet(observation_space, _num_actions(action_space, "Discrete"), 1.0, config, generator)
+
+
+def make_table(observation_space: Space[Any], action_space: Space[Any]) -> QTable:
+    """A table of action values for the spaces; DataError if one of them is not discrete."""
+    if _kind(observation_space) != "Discrete":
+        raise DataError(f"observation space {observation_space}: a table needs Discrete; use dqn")
+    return QTable(int(observation_space.n), _num_actions(action_space, "Discrete"), int(observation_space.start))
 
 
 def _kind(space: Space[Any]) -> str:

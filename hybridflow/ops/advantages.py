@@ -19,6 +19,7 @@ from hybridflow.ops.kl import KLKind, estimate_kl
 
 __all__ = [
     "discounted_returns",
+    "drop_cut",
     "drop_failed",
     "gae",
     "greedy_baseline",
@@ -317,6 +318,13 @@ def drop_failed(batch: Batch, failures: tuple[str, ...]) -> dict[str, Ragged]:
     dropped = np.isin(batch["group_id"], batch["group_id"][failed])
     mask = batch.ragged("response_mask")
     return {"response_mask": mask.like(mask.values & ~dropped[mask.row_index])}
+
+
+@columns(reads=("terminated", "truncated", "response_mask"), writes=("response_mask",))
+def drop_cut(batch: Batch) -> dict[str, Ragged]:
+    """Rows whose episode goes on lose their action steps: what is still to come of their returns isn't known."""
+    mask, ended = batch.ragged("response_mask"), batch["terminated"] | batch["truncated"]
+    return {"response_mask": mask.like(mask.values & ended[mask.row_index])}
 
 
 @columns(reads=("rewards", "greedy_scores", "response_mask"), writes=("advantages",))

@@ -7,7 +7,7 @@ the episode ended) and what the row counts in the loss (``weights``).
 Shapes: N transitions, K actions, Z atoms.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -98,3 +98,34 @@ def _of_actions(x: Tensor, actions: Tensor) -> Tensor:
 def _huber(errors: Tensor, delta: float | None) -> Tensor:
     clipped = errors if delta is None else errors.clamp(-delta, delta)
     return clipped * (errors - clipped / 2)
+
+
+@columns(reads=("observations", "actions", "rewards", "terminated", "final_observations"), writes=("td_errors",), on="step")
+def q_table_step(
+    networks: Mapping[str, Any],
+    columns: Mapping[str, Tensor],
+    total: Callable[[Tensor], Tensor],
+    *,
+    gamma: float,
+    alpha: float,
+) -> Loss:
+    """Q-learning (Watkins 1989) on the table [S, K] of the network "q", for rows of one transition each.
+
+        Q(s, a) += alpha (r + gamma (1 - terminated) max Q(s', .) - Q(s, a))
+
+    All transitions see the same table. If n of them are of the same state and action, that takes n such steps towards the
+    mean of their targets: 1 - (1 - alpha)^n of the way. ``total`` sums a tensor over all that have some transitions.
+    """
+    table, rewards = networks["q"].table, columns["rewards"]
+    if len(columns["terminated"]) != len(rewards):
+        raise ContractError(f"{len(rewards)} steps in {len(columns['terminated'])} rows, but a row must be one transition")
+    states, following = (networks["q"].states(columns[name]) for name in ("observations", "final_observations"))
+    with torch.no_grad():
+        targets = rewards + gamma * torch.where(columns["terminated"], 0.0, table[following].amax(-1))
+        errors = targets - table[states, columns["actions"]]
+        places = states * table.shape[1] + columns["actions"]
+        sums = torch.zeros(2, table.numel(), device=table.device)
+        sums = total(sums.index_add_(1, places, torch.stack([errors, torch.ones_like(errors)])))
+        way = 1 - (1 - alpha) ** sums[1]
+        table += (way * sums[0] / sums[1].clamp(min=1)).reshape(table.shape)
+    return Loss(0.5 * errors**2, {"q": targets - errors, "td_error": errors.abs()}, {"td_errors": errors})

@@ -7,7 +7,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Buffer, InformativeGroups
 
-__all__ = ["Draw", "DynamicSampling", "Schedule", "Source", "Synchronous"]
+__all__ = ["Draw", "DynamicSampling", "Lagging", "Schedule", "Source", "Synchronous"]
 
 Source = Callable[[int], Batch]
 """step (from 1) -> what ``rollout`` starts from; a pure function, so resuming needs no position"""
@@ -53,6 +53,35 @@ class Synchronous:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self.version = state["version"]
+
+
+class Lagging:
+    """Roll out with the newest weights, then learn from what was collected ``lag`` rollouts before.
+
+    What is learned from is as old as in a run whose samplers are always ``lag`` rollouts ahead of the learner.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self.lag, self.waiting, self.version = lag, 0, 0
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The batch that was learned from; None in the first ``lag`` steps."""
+        buffer.add(algorithm.rollout(source(step)), self.version)
+        self.waiting += 1
+        batch = buffer.sample(self.version) if self.waiting > self.lag else None
+        if batch is None:
+            return None
+        self.waiting, self.version = self.waiting - 1, self.version + 1
+        return algorithm.learn(batch)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "waiting": self.waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.version, self.waiting = state["version"], state["waiting"]
 
 
 class DynamicSampling:

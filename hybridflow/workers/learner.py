@@ -22,7 +22,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -187,7 +187,8 @@ class Learner(Shelved):
         if (loaded := dealt_by.load()) is not dealt_by:
             batch = batch.with_columns(**loaded.columns)
         units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
-        epochs = [self._deal(units, epoch) for epoch in range(self.plan.epochs)]
+        plan = replace(self.plan, minibatches=1, epochs=1) if any(loss.on == "step" for loss in losses) else self.plan
+        epochs = [self._deal(units, epoch, plan.minibatches) for epoch in range(plan.epochs)]
         own = np.unique(np.concatenate([part for minibatches in epochs for _, part, _ in minibatches]))
         pulled = units.load(batch, own, self._device)
         mask, samples = batch.ragged("response_mask"), batch["sample_id"]
@@ -206,10 +207,10 @@ class Learner(Shelved):
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
-    def _deal(self, units: Units, epoch: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    def _deal(self, units: Units, epoch: int, number: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
         order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
-        minibatches, (dp, block) = np.array_split(order, self.plan.minibatches), (self.context.mesh.dp, self.context.block)
+        minibatches, (dp, block) = np.array_split(order, number), (self.context.mesh.dp, self.context.block)
         if dp == 1:
             return [(index, index, 0) for index in minibatches]
         dealt = [[index[part] for part in deal(units.weights[index], dp)] for index in minibatches]
@@ -239,11 +240,30 @@ class Learner(Shelved):
         drift: list[Tensor] = []
         for loss in losses:
             trained = self._trained_by(loss)
+            if loss.on == "step":
+                drift += self._own_step(loss, part, written, samples)
+                continue
             with self._alone(trained):
                 batches = kept or (micro.seen(self.model) for micro in micros)
                 drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written, samples)
             self._step(loss, trained, samples[whole.rows.values])
         return drift
+
+    def _own_step(
+        self, loss: Fn, part: Pulled | PulledSteps, written: Mapping[str, np.ndarray], samples: np.ndarray
+    ) -> list[Tensor]:
+        """A step that the function takes by itself, on everything at once."""
+
+        def total(values: Tensor) -> Tensor:
+            return values.detach() if self._over_copies is None else self._over_copies(values.detach().clone())
+
+        result: Loss = loss(self.networks, part.seen(self.model), total)
+        self._check_finite(float(result.terms.sum()), f"loss {loss.name}", samples[part.units.rows.values])
+        self._observe(loss, result)
+        self._stepped = True
+        for name in loss.writes:
+            written[name][part.units.places.values] = result.columns[name].float().cpu().numpy()
+        return [] if result.drift is None else [result.drift]
 
     def _trained_by(self, loss: Fn) -> dict[str, Optimizer]:
         names = loss.trains or (self.main,)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
-from hybridflow.rollout.buffer import InformativeGroups
-from hybridflow.rollout.schedule import DynamicSampling
+from hybridflow.rollout.buffer import Fifo, InformativeGroups
+from hybridflow.rollout.schedule import DynamicSampling, Lagging
 
 
 def draw(first: int, num_prompts: int) -> Batch:
@@ -95,3 +95,18 @@ def test_the_state_is_all_that_resuming_needs(state: dict[str, int]) -> None:
     algorithm = Recorder(1)
     steps(schedule, algorithm, 1)
     assert algorithm.dealt == [7, 8] and schedule.version == 4
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_lagging_learns_from_what_was_collected_so_many_rollouts_before(lag: int) -> None:
+    algorithm, schedule, buffer = Recorder(1), Lagging(lag), Fifo(lag)
+    learned = [schedule.step(number, algorithm, lambda step: draw(step, 1), buffer) for number in range(1, 7)]
+    assert [batch is None for batch in learned] == [number < lag for number in range(6)]
+    assert algorithm.dealt == [1, 2, 3, 4, 5, 6] and algorithm.learned == [[number] for number in range(1, 7 - lag)]
+    assert schedule.version == 6 - lag and buffer.num_dropped == 0
+    again, copy = Lagging(lag), Fifo(lag)
+    again.load_state_dict(schedule.state_dict())
+    copy.load_state_dict(buffer.state_dict())
+    for which, kept in ((schedule, buffer), (again, copy)):
+        which.step(7, algorithm, lambda step: draw(step, 1), kept)
+    assert algorithm.learned[-1] == algorithm.learned[-2] == [7 - lag]
