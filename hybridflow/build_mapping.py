@@ -252,8 +252,7 @@ def _runtime_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
     """Several machines are a Ray cluster that is there; a Ray that is started here needs room."""
     yield ("runtime", "kind"), "ray", "local"
     total, machine, given = sum(pool.devices for pool in mapping.pools), mapping.pools[0].machine, config.runtime
-    several = total > machine.devices or any(pool.machine != machine for pool in mapping.pools)
-    if several and given.address is None:
+    if total > machine.devices and given.address is None:
         yield ("runtime", "address"), "auto", None
         yield ("runtime", "slots"), None, None
     elif 0 < given.slots < total:
@@ -303,6 +302,9 @@ def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
         yield f'weights by "{mapping.reshard}": a run keeps them in place or publishes them'
     if not mapping.kv_cache:
         yield "generation without a cache: a run has one"
+    kinds = dict.fromkeys(pool.machine.device.name for pool in mapping.pools)
+    if any(pool.machine != mapping.pools[0].machine for pool in mapping.pools):
+        yield f"pools on machines of several kinds ({', '.join(kinds)}): a run takes machines as they come"
     roles = [role.name for role in graph.roles]
     placed = Counter(role for pool in mapping.pools for role in pool.roles)
     for role in dict.fromkeys((*roles, *placed)):

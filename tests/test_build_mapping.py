@@ -21,7 +21,7 @@ from hybridflow.build_trace import trace
 from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.toml_edit import edit_toml
-from hybridflow.planner.cluster import Machine, parse_cluster
+from hybridflow.planner.cluster import PRESETS, Machine, parse_cluster
 from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
@@ -362,6 +362,10 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
         ({"reshard": "vanilla"}, 'weights by "vanilla": a run keeps them in place or publishes them'),
         ({"kv_cache": False}, "generation without a cache: a run has one"),
         ({"pools": (Pool("all", MACHINE, 4, ("actor",)),)}, "reward is on 0 pools; expected each of reward, reference, "),
+        (
+            {"pools": (Pool("all", MACHINE, 4, NAMES[1:]), Pool("h", PRESETS["h100"], 4, NAMES[:1]))},
+            "pools on machines of several kinds (a100-80g, h100): a run takes machines as they come",
+        ),
         ({"pools": (Pool("a b", MACHINE, 4, NAMES),)}, "pool 'a b': expected a name of letters, digits, - and _"),
         ({"pools": (Pool("all", MACHINE, 4, (*NAMES, "x")),)}, "x is placed; expected each of reward, reference, cost, "),
         ({"strategies": {"actor": Strategy(tp=2)}}, "actor has 2 of the 4 devices of its pool; a run uses all of them"),
