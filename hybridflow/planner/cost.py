@@ -20,7 +20,7 @@ with ``network = inf``, the limit of the cache and its waves with ``cache_limit 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Literal
 
@@ -168,7 +168,7 @@ class CostModel:
         roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
         role = self.roles.get(task.role)
         draws = role is not None and task.kind == "generate"
-        key = task.name, strategy, id(machine), free_bytes if draws else 0.0, kv_cache
+        key = task.name, task.slots, strategy, id(machine), free_bytes if draws else 0.0, kv_cache
         if key not in self._seconds:
             parts = self._parts(role, task, strategy, machine, free_bytes, kv_cache)
             self._seconds[key] = None if parts is None else self._estimate(parts)
@@ -275,7 +275,8 @@ class CostModel:
             role, pool = self.roles[task.role], pools[task.role]
             if role.weights_of and task.role not in prepared:
                 prepared.add(task.role)
-                parts |= {"transition": self._weights(mapping, role).seconds}
+                times = self.batches(role, mapping.strategies[role.name], mapping.batch)
+                parts |= {"transition": times * self._weights(mapping, role).seconds}
             parts["transfer"] = sum(
                 self.transfer(edge, pool.machine, pool.devices)
                 for edge in self.graph.edges
@@ -290,6 +291,7 @@ class CostModel:
     def _own(self, mapping: DeviceMapping, task: Task) -> Estimate:
         pool, s = mapping.pool_of(task.role), mapping.strategies[task.role]
         free = self._free(mapping, self.roles[task.role], pool) if task.kind == "generate" else 0.0
+        task = replace(task, slots=mapping.batch * s.pp * s.tp) if mapping.batch else task
         estimate = self.seconds(task, s, pool.machine, free, mapping.kv_cache)
         if estimate is None:
             raise ConfigError(
@@ -309,6 +311,11 @@ class CostModel:
             training = mapping.strategies[sampler.weights_of]
             free += self.shared_bytes(sampler, training, mapping.strategies[sampler.name], mapping.reshard)
         return free
+
+    def batches(self, sampler: ModelRole, generation: Strategy, batch: int) -> int:
+        """How often in a step weights change places, where drawing and training take turns batch by batch."""
+        rows = max((task.rows for task in self._tasks[sampler.name]), default=0)
+        return ceil(rows / (batch * generation.devices)) if batch else 1
 
     def _weights(self, mapping: DeviceMapping, sampler: ModelRole) -> Estimate:
         pool, generation = mapping.pool_of(sampler.name), mapping.strategies[sampler.name]

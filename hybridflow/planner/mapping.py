@@ -46,14 +46,16 @@ class Pool(NamedTuple):
 @dataclass(frozen=True)
 class DeviceMapping:
     """``strategies`` by role. ``reshard``: how a sampler gets the learner's weights, by the words of ``reshard.plan``; on
-    another pool they are published ("publish", or "broadcast": the whole model to every rank). ``kv_cache``: False only
-    for systems that compute all tokens again for each new one."""
+    another pool they are published ("publish", or "broadcast": the whole model to every rank). Of other systems only:
+    ``kv_cache`` is False where all tokens are computed again for each new one; ``batch``: responses that a device draws
+    and trains on before the next ones (0: all of a step)."""
 
     pools: tuple[Pool, ...]
     strategies: Mapping[str, Strategy]
     schedule: Schedule = "sync"
     reshard: Reshard = "hybridflow"
     kv_cache: bool = True
+    batch: int = 0
 
     def pool_of(self, role: str) -> Pool:
         return next(pool for pool in self.pools if role in pool.roles)
