@@ -36,7 +36,7 @@ class _System(CostModel):
     batch = 0
 
     def __init__(self, cost: CostModel) -> None:
-        super().__init__(cost.graph, cost.efficiency, cost.without, cost.max_pp)
+        super().__init__(cost.graph, cost.efficiency, cost.without, cost.max_pp, even_stages=cost.even_stages)
 
     def offers(self, role: ModelRole, strategy: Strategy) -> bool:
         raise NotImplementedError
