@@ -48,7 +48,8 @@ TOKENS = 4096
 @dataclass(frozen=True)
 class Efficiency:
     """What formulas can't know: shares of peaks that are reached, and seconds that a call takes besides. The first six are
-    fitted (``calibrate``), the others are fixed.
+    fitted (``calibrate``), the others are fixed. Defaults are those of the HybridFlow paper's A100 cluster, fitted to its
+    bars by ``python benchmarks/planner.py --fit 4``.
 
     ``compute``: of the peak of matrix products; ``decode_step_s`` and ``decode_row_s``: of a decode step and of each row in
     it; ``call_s``: of a remote call, or of an update; ``network``: of a machine's; ``copy``: bytes/s at which generation
@@ -58,12 +59,12 @@ class Efficiency:
     whether a cache has to fit. ``device``: whose kernels save activations.
     """
 
-    compute: float = 0.5
-    decode_step_s: float = 8e-3
-    decode_row_s: float = 5.5e-5
-    call_s: float = 0.3
-    network: float = 0.8
-    copy: float = 3.3e9
+    compute: float = 0.585
+    decode_step_s: float = 7e-3
+    decode_row_s: float = 6.2e-5
+    call_s: float = 1.22
+    network: float = 0.53
+    copy: float = 3.85e9
     bandwidth: float = 0.85
     link: float = 0.75
     launch_s: float = 1e-4
@@ -235,7 +236,7 @@ class CostModel:
         size, (_, links) = self._size(sampler), self._place(sampler, machine)
         outside = traffic.outside * min(machine.devices, training.devices) / traffic.wanted
         gather = size * ((traffic.received - traffic.outside) * links.link + outside * links.network)
-        return self._estimate({"copy": size * traffic.assembled / self.efficiency.copy, "gather": gather})
+        return self._moved(size * traffic.assembled, gather)
 
     def publishing(
         self, sampler: ModelRole, generation: Strategy, machine: Machine, reshard: Reshard = "publish"
@@ -245,9 +246,16 @@ class CostModel:
         size, (_, links) = self._size(sampler), self._place(sampler, machine)
         own = 1 / (generation.pp * generation.tp)
         if reshard == "broadcast":  # the whole model comes to a machine once, and all of its devices take it
-            return self._estimate({"copy": size / self.efficiency.copy, "gather": size * links.network})
+            return self._moved(size, size * links.network)
         arriving = min(machine.devices, generation.devices) * own
-        return self._estimate({"copy": size * own / self.efficiency.copy, "gather": size * arriving * links.network})
+        return self._moved(size * own, size * arriving * links.network)
+
+    def _moved(self, assembled: float, gather: float) -> Estimate:
+        """A call, in which bytes of weights are put together while the next ones arrive."""
+        if not assembled:
+            return Estimate()
+        copy = 0.0 if "copy" in self.without else assembled / self.efficiency.copy
+        return self._estimate({"call": self.efficiency.call_s, "copy": copy, "gather": max(0.0, gather - copy)})
 
     def _size(self, role: ModelRole) -> float:
         return self._profiles[role.name].numbers(1, 1) * role.itemsize
