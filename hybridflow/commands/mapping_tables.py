@@ -158,7 +158,7 @@ def _tasks(picked: Picked) -> Told:
     if picked.mapping.schedule == "sync":
         note = "A stage takes as long as its slowest pool, and the next one waits for that."
     else:
-        note = "Pools work on different steps, so that a step takes as long as all tasks of the slowest pool."
+        note = "Two steps are in flight: a step takes half of all stages, or all tasks of a pool if that is longer."
     return Told("Tasks", note, rows, ("seconds",))
 
 
@@ -169,12 +169,12 @@ def _made_of(estimate: Estimate) -> str:
 
 
 def _runners(result: Result) -> Told:
-    rows: Rows = [("placement", "devices", "seconds", "slower", "why")]
+    rows: Rows = [("placement", "devices", "seconds", "worse", "why")]
     for candidate in [one for one in result.runners_up if one.mapping is not None][:RUNNERS]:
-        slower = f"{candidate.seconds / result.best.seconds - 1:+.1%}"
-        rows.append((*told_pools(candidate), f"{candidate.seconds:.4g}", slower, candidate.loses))
+        worse = f"{candidate.cost / result.best.cost - 1:+.1%}"
+        rows.append((*told_pools(candidate), f"{candidate.seconds:.4g}", worse, candidate.loses))
     note = "The next best placements, each with its best devices and cuts."
-    return Told("Runners-up", note, rows, ("seconds", "slower"))
+    return Told("Runners-up", note, rows, ("seconds", "worse"))
 
 
 def told_pools(candidate: Candidate) -> tuple[str, str]:

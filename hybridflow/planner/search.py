@@ -258,8 +258,8 @@ class _Space:
             late = f"there was no time to look at it; it costs {one.bound:.4g} or more"
             return replace(one, loses=self._too_small(one.placement) if isinf(one.bound) else late)
         if self.objective == "price":
-            dearer = f"costs {one.price:.4g} a step instead of {best.price:.4g}; "
-            return replace(one, loses=dearer + self._slower(one, best))
+            mine, its = (f"{_working(c.mapping.pools)} for {c.seconds:.4g} s" for c in (one, best) if c.mapping)
+            return replace(one, loses=f"costs {one.price:.4g} a step instead of {best.price:.4g}: {mine}, not {its}")
         return replace(one, loses=self._slower(one, best))
 
     def _slower(self, one: Candidate, best: Candidate) -> str:
@@ -269,6 +269,8 @@ class _Space:
         if self.schedule == "async":
             name = max(times, key=lambda name: sum(times[name]))
             where, stages = f"{sum(times[name]):.4g} s in each step", range(len(times[name]))
+            if (chain := sum(one.stages)) / 2 > sum(times[name]):
+                return f"{chain:.4g} s from prompts to update, and two steps in flight"
         else:
             stage = int(np.argmax(np.subtract(one.stages, best.stages)))
             name = max(times, key=lambda name: times[name][stage])
@@ -281,7 +283,7 @@ class _Space:
             for task in self.graph.tasks
             if self.graph.stages[task.name] in stages and (task.role in pool.roles if pool else task.role not in roles)
         ]
-        return f"{where}: {', '.join(there)} on {f'{pool.devices} devices' if pool else 'the driver'}"
+        return f"{where}: {', '.join(there)} on {_working([pool]) if pool else 'the driver'}"
 
     def _too_small(self, sets: Sets) -> str:
         total = sum(self.devices)
@@ -359,3 +361,8 @@ def _completed(graph: TaskGraph, sets: Sequence[Sequence[str]]) -> Sets:
 
 def _text(sets: Sequence[Sequence[str]]) -> str:
     return " | ".join(", ".join(one) for one in sets)
+
+
+def _working(pools: Sequence[Pool]) -> str:
+    devices = sum(pool.devices for pool in pools)
+    return f"{devices} device{'s' if devices > 1 else ''}"
