@@ -60,6 +60,7 @@ class EnvironmentParts:
             main_network(config),
             ("observations", "actions"),
             config.actor.model or _called(config.actor.net),
+            normalised=config.actor.net.normalise and self._normalises,
         )
         args = config.learner_args(config.actor)
         others = trained_besides(config, args["total_steps"])
@@ -68,6 +69,11 @@ class EnvironmentParts:
         args |= {"networks": networks, **({"others": others} if others else {})}
         learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
         return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, self._sampler_args()))
+
+    @property
+    def _normalises(self) -> bool:
+        """One-hot observations have nothing to normalise."""
+        return type(self.spaces[0]).__name__ == "Box"
 
     def _sampler_args(self) -> dict[str, Any]:
         config, args = self.config, {"config": self.environment, "seed": self.config.seed}
@@ -79,7 +85,9 @@ class EnvironmentParts:
 
     def critic(self) -> Any:
         build = partial(critic_networks, self.spaces, self.config)
-        networks = Networks(build, "value", ("observations",), _called(self.config.critic.net))
+        net = self.config.critic.net
+        normalised = net.normalise and self._normalises
+        networks = Networks(build, "value", ("observations",), _called(net), normalised=normalised)
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )

@@ -454,11 +454,18 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
-    environment = config.environment
-    if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
-        yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
+    yield from _environment_conflicts(config)
     if config.train.updates_per_step > 1 and "replay" not in method.reads:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
+
+
+def _environment_conflicts(config: RunConfig) -> Iterator[str]:
+    replays, environment = "replay" in ALGORITHMS[config.algorithm].reads, config.environment
+    for name in ("actor", "critic"):
+        if getattr(config, name).net.normalise and replays:
+            yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
+    if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
+        yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
 
 
 def _section_conflicts(config: RunConfig) -> Iterator[str]:

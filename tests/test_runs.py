@@ -121,6 +121,13 @@ ENVIRONMENTS = {
         train={"steps": 2, "updates_per_step": 3},
         replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6, "importance": 1.0},
     ),
+    "normalised": with_keys(
+        CARTPOLE,
+        environment__id="Pendulum-v1",
+        environment__wrappers=[{"name": "FrameStackObservation", "stack_size": 2}],
+        actor__net__normalise=True,
+        critic__net__normalise=True,
+    ),
     "a2c-cartpole": with_keys(CARTPOLE, algorithm="a2c", ppo=None, train={"steps": 2}),
     "reinforce-cartpole": with_keys(CARTPOLE, algorithm="reinforce", ppo=None, critic=None),
     "reinforce-value": with_keys(CARTPOLE, algorithm="reinforce", ppo=None, reinforce={"baseline": "value"}),

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["EnvironmentConfig", "Slot", "Transition", "entry_types", "make_environment", "rollout_source", "spaces_of"]
 
 
+KEEPS_STATISTICS = {"NormalizeObservation": "actor.net.normalise and critic.net.normalise", "NormalizeReward": "ClipReward"}
+
+
 class EnvironmentConfig(Config):
     """Which environment, how many of it, how long a rollout."""
 
@@ -37,6 +40,8 @@ class EnvironmentConfig(Config):
     """steps of each environment in one rollout"""
     options: dict[str, Any] = Field({})
     """further arguments of the environment, such as max_episode_steps"""
+    wrappers: tuple[dict[str, Any], ...] = ()
+    """gymnasium.wrappers around it, from the inside: { name = "FrameStackObservation", stack_size = 4 }, ..."""
 
 
 class Transition(NamedTuple):
@@ -51,8 +56,37 @@ class Transition(NamedTuple):
 def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
     """One environment; DataError if the id is unknown, a dependency is missing or the options don't fit."""
     gymnasium = _gymnasium()
+    environment = _made(gymnasium, config)
+    for wrapper in config.wrappers:
+        environment = _wrapped(environment, dict(wrapper))
+    return environment
+
+
+def _wrapped(environment: Env[Any, Any], arguments: dict[str, Any]) -> Env[Any, Any]:
+    import gymnasium.wrappers
+
+    name = arguments.pop("name", "")
+    where = f"environment.wrappers: {name!r}"
+    if name in KEEPS_STATISTICS:
+        raise DataError(f"{where} has statistics of its own in each environment; use {KEEPS_STATISTICS[name]} instead")
+    if name not in gymnasium.wrappers.__all__:
+        near = difflib.get_close_matches(name, gymnasium.wrappers.__all__, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "see the list of gymnasium.wrappers"
+        raise DataError(f"{where} is no wrapper of gymnasium, expected such a name; {hint}")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     try:
-        return gymnasium.make(config.id, **config.options)
+        wrapped: Env[Any, Any] = getattr(gymnasium.wrappers, name)(environment, **given)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise DataError(f"{where}: {error}") from error
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"{where} doesn't fit here or doesn't take {given}: {error}") from error
+    return wrapped
+
+
+def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:
+    try:
+        made: Env[Any, Any] = gymnasium.make(config.id, **config.options)
+        return made
     except gymnasium.error.UnregisteredEnv as error:
         near = difflib.get_close_matches(config.id, gymnasium.registry, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "list them with gymnasium.pprint_registry()"

@@ -104,7 +104,7 @@ class Learner(Shelved):
     ) -> None:
         self.context, self.plan, self.seed, self.version = context, plan, seed, 0
         self.lines, self._inputs, self._stepped = Lines.of(context), networks.inputs, False
-        self.networks = networks.at(self.lines)
+        self.networks, self.normalised = networks.at(self.lines), networks.normalised
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
         self.fsdp: FsdpNetwork | None = None
@@ -204,6 +204,9 @@ class Learner(Shelved):
                 if epoch == number == 0 and (drift or self.context.mesh.dp > 1):
                     self._observe_drift(drift)
             self._add_up()
+        if self.normalised:
+            observed = shuffled.columns["observations"] if isinstance(shuffled, PulledSteps) else torch.zeros(0)
+            self.model.features.observe(observed, self._total)
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
@@ -253,11 +256,7 @@ class Learner(Shelved):
         self, loss: Fn, part: Pulled | PulledSteps, written: Mapping[str, np.ndarray], samples: np.ndarray
     ) -> list[Tensor]:
         """A step that the function takes by itself, on everything at once."""
-
-        def total(values: Tensor) -> Tensor:
-            return values.detach() if self._over_copies is None else self._over_copies(values.detach().clone())
-
-        result: Loss = loss(self.networks, part.seen(self.model), total)
+        result: Loss = loss(self.networks, part.seen(self.model), self._total)
         self._check_finite(float(result.terms.sum()), f"loss {loss.name}", samples[part.units.rows.values])
         self._observe(loss, result)
         self._stepped = True
@@ -338,6 +337,10 @@ class Learner(Shelved):
         if self.lines.cp.size > 1:
             return self.lines.dp_cp.all_reduce
         return self.context.sum if self.context.mesh.dp > 1 else None
+
+    def _total(self, values: Tensor) -> Tensor:
+        """A sum over the ranks that hold the same parameters."""
+        return values.detach() if self._over_copies is None else self._over_copies(values.detach().clone())
 
     def _summed(self, values: np.ndarray) -> np.ndarray:
         """``values``, summed over the data-parallel blocks."""

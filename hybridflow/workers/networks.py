@@ -19,6 +19,7 @@ __all__ = ["Networks", "all_tensors", "as_array", "tensors"]
 class Networks:
     """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads. ``model``: whose weights
     they start from, for people to read. ``part``: builds what a rank holds of them, None for networks that can't be cut.
+    ``normalised``: the main one normalises what it observes, by statistics of all updates.
     """
 
     build: Callable[[], Mapping[str, nn.Module]]
@@ -26,6 +27,7 @@ class Networks:
     inputs: tuple[str, ...]
     model: str = "a new network"
     part: Callable[[Lines], Mapping[str, nn.Module]] | None = None
+    normalised: bool = False
 
     def at(self, lines: Lines) -> dict[str, nn.Module]:
         """What the rank at this place of a mesh holds. UserError if they can't be cut."""

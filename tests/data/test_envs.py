@@ -137,3 +137,46 @@ def test_observations_are_copies():
     first = slot.observation
     slot.step(np.zeros(1, np.float32))
     assert first.tolist() == [0.0] and slot.observation.tolist() == [1.0]
+
+
+def wrapped(*wrappers, id="CartPole-v1"):
+    return EnvironmentConfig(id=id, wrappers=wrappers)
+
+
+def test_wrappers_go_around_from_the_inside():
+    config = wrapped({"name": "FrameStackObservation", "stack_size": 3}, {"name": "ReshapeObservation", "shape": [12]})
+    slot = Slot(config, 1, 0)
+    assert spaces_of(config)[0].shape == (12,) and slot.observation.shape == (12,)
+    before = slot.observation
+    after = slot.step(np.int64(1)).observation
+    assert np.array_equal(after[:8], before[4:]) and not np.array_equal(after[8:], before[8:])
+
+
+def test_wrapped_slots_resume_exactly():
+    config = wrapped({"name": "FrameStackObservation", "stack_size": 2}, {"name": "FlattenObservation"})
+    slot, resumed = Slot(config, 1, 4), Slot(config, 1, 4)
+    play(slot, 37)
+    resumed.load_state_dict(slot.state_dict())
+    assert np.array_equal(play(slot, 30), play(resumed, 30))
+
+
+def test_rewards_are_clipped_by_a_wrapper():
+    config = wrapped({"name": "ClipReward", "min_reward": -1.0, "max_reward": 1.0}, id="Pendulum-v1")
+    slot = Slot(config, 1, 0)
+    assert min(slot.step(np.zeros(1, np.float32)).reward for _ in range(50)) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "told"),
+    [
+        ({"name": "FrameStack", "stack_size": 2}, r"'FrameStack' is no wrapper.*'FrameStackObservation'"),
+        ({"stack_size": 2}, r"'' is no wrapper"),
+        ({"name": "FrameStackObservation", "size": 2}, r"'FrameStackObservation' doesn't.*'size'"),
+        ({"name": "NormalizeObservation"}, r"statistics of its own.*actor\.net\.normalise"),
+        ({"name": "GrayscaleObservation"}, r"'GrayscaleObservation' doesn't fit"),
+    ],
+)
+def test_wrong_wrappers_are_one_line(wrapper, told):
+    with pytest.raises(DataError, match=told) as caught:
+        make_environment(wrapped(wrapper))
+    assert "\n" not in str(caught.value)

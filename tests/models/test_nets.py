@@ -206,3 +206,31 @@ def test_distributions_join():
     logits = torch.randn(3, 2).log_softmax(-1)
     together = joined([Categorical(logits[:1]), Categorical(logits[1:])])
     assert torch.equal(together.log_probabilities, logits)
+
+
+def test_observations_get_mean_zero_and_deviation_one():
+    net, draw = make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")), torch_generator(2, "data")
+    seen = 3 + 5 * torch.randn(400, 3, generator=draw)
+    for part in seen.split(150):
+        net.features.observe(part, lambda x: x)
+    features = net.features.forward(seen)
+    torch.testing.assert_close(features.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(features.std(0, correction=0), torch.ones(3), atol=1e-4, rtol=0)
+    assert net.features.forward(1e6 * torch.ones(1, 3)).max() == 10
+    net.features.observe(torch.zeros(0, 3), lambda x: x)
+    assert torch.equal(net.features.forward(seen), features)
+
+
+def test_statistics_of_parts_are_those_of_the_whole():
+    seen = torch.linspace(-3, 9, 30).reshape(10, 3)
+    whole, part = (make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features for _ in range(2))
+    whole.observe(seen, lambda x: x)
+    other: list = []
+    part_of = make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features
+    part_of.observe(seen[4:], lambda x: other.append(x) or x)
+    part.observe(seen[:4], lambda x: x + other[0])
+    for name in ("mean", "squares", "count"):
+        torch.testing.assert_close(getattr(part, name), getattr(whole, name))
+    assert {"features.mean", "features.squares", "features.count"} <= dict(
+        make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).named_buffers()
+    ).keys()
