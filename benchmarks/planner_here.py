@@ -7,9 +7,12 @@ the cost model are fitted to the runs of ``CALIBRATION`` alone; all others are p
 of prompts and responses and nothing else that was measured. --read prints the tables of runs that are there.
 
 Models: one of 5M parameters from random weights in float32 on the task "reverse", and SmolLM2-135M in bfloat16, whose upper
-half is trained, on "addition". Placements on two workers: together (all roles on both), split (the actor's roles on one,
-the critic's and the reward on the other), drawn (the sampler alone on one, all else on the other); one: a single worker
-that has all cores.
+half is trained, on "addition". Placements:
+
+    alone      one worker that has one core          one       one worker that has all cores
+    together   two workers, all roles on both        split     actor, sampler and reference on one, critic on the other
+    judged     actor and sampler on one, critic and reference on the other
+    drawn      the sampler alone on one, all others on the other
 
 The runs want the machine for themselves: the last table has the cores that other work kept busy before each.
 """
@@ -40,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "5m": {
         "actor": {"fresh": {"hidden_size": 256, "num_layers": 6, "num_heads": 8}},
         "data": {"task": "reverse", "options": {"length": 12}},
-        "generation": {"max_new_tokens": 16},
+        "generation": {"max_new_tokens": 28},
         "train": {"prompts_per_step": 128},
     },
     "smollm2": {
@@ -57,18 +60,24 @@ MODELS: dict[str, dict[str, Any]] = {
 CRITIC = {"smollm2": {"optimizer": {"freeze": ["embed*", "layers.[0-9].*", "layers.1[0-4].*"]}}, "5m": {}}
 GROUP = 8
 PLACEMENTS: dict[str, dict[str, Any]] = {
+    "alone": {"pools": {"main": 1}},
     "one": {"pools": {"main": 1}},
     "together": {"pools": {"main": 2}},
     "split": {"pools": {"a": 1, "b": 1}, "roles": {"actor": "a", "reference": "a", "critic": "b", "reward": "b"}},
+    "judged": {"pools": {"a": 1, "b": 1}, "roles": {"actor": "a", "reference": "b", "critic": "b", "reward": "b"}},
     "drawn": {
         "pools": {"a": 1, "b": 1},
         "roles": {"sampler": "b", "actor": "a", "reference": "a", "critic": "a", "reward": "a"},
     },
 }
-CALIBRATION = ("grpo-5m-one", "grpo-smollm2-one")
-ORDERED = {model: [f"ppo-{model}-{placement}" for placement in PLACEMENTS] for model in MODELS}
+THREADS = {"alone": 1}
+CALIBRATION = ("grpo-5m-alone", "grpo-smollm2-alone")
+ORDERED = {
+    model: [f"ppo-{model}-{placement}" for placement in ("together", "split", "judged", "drawn")] for model in MODELS
+}
 RUNS = (
-    *(f"grpo-{model}-{placement}" for model in MODELS for placement in ("one", "together")),
+    *(f"grpo-{model}-{placement}" for model in MODELS for placement in ("alone", "one", "together")),
+    *(f"ppo-{model}-one" for model in MODELS),
     *(name for names in ORDERED.values() for name in names),
 )
 FAR = 0.25
@@ -87,6 +96,7 @@ def config_of(name: str, steps: int) -> RunConfig:
         {
             "algorithm": algorithm,
             "run_dir": name,
+            "threads": THREADS.get(placement, 0),
             "kl": {"coef": 0.01},
             **data,
             "runtime": {"kind": "ray"},

@@ -171,7 +171,7 @@ def _peer(rank: int, store: str, gpus: bool, threads: int, rounds: int, results:
     torch.set_num_threads(threads)
     backend, device = ("nccl", torch.device("cuda", rank)) if gpus else ("gloo", torch.device("cpu"))
     dist.init_process_group(backend, store=FileStore(store, 2), rank=rank, world_size=2)
-    large, small = torch.ones(LARGE_BYTES // 16, device=device), torch.ones(16, device=device)
+    large, small = torch.ones(LARGE_BYTES // 4, device=device), torch.ones(16, device=device)
     times: dict[str, list[float]] = {"large": [], "small": []}
     for _ in range(rounds + 1):  # the first doesn't count
         times["large"].append(_together(large, 3, device) / 3)
