@@ -10,17 +10,13 @@ from hybridflow.planner.flops import decode_flops, forward_flops
 from hybridflow.planner.graph import Task
 from hybridflow.planner.links import Links
 from hybridflow.planner.mapping import Strategy
-from hybridflow.planner.passes import ACTIVATIONS, Speeds
+from hybridflow.planner.passes import ACTIVATIONS, REORDERS, Speeds
 from hybridflow.planner.profile import Profile
 
 __all__ = ["CHUNK_TOKENS", "Pace", "cacheless_parts", "draw_parts", "least_bytes"]
 
 CHUNK_TOKENS = 2048
 """of prompts that go through the layers at once"""
-
-
-REORDERS = 2.2
-"""what a CPU takes to read a weight that isn't packed, in units of one that is: each product of a decode step packs it"""
 
 
 class Pace(NamedTuple):

@@ -10,11 +10,15 @@ from hybridflow.planner.links import Links
 from hybridflow.planner.mapping import Strategy
 from hybridflow.planner.profile import Profile
 
-__all__ = ["ACTIVATIONS", "Speeds", "forward_parts", "microbatches", "recomputes", "train_parts"]
+__all__ = ["ACTIVATIONS", "REORDERS", "Speeds", "forward_parts", "microbatches", "recomputes", "train_parts"]
 
 
 ACTIVATIONS = 40
 """numbers that a layer writes and reads of a token, in units of the hidden size: norms, rotations, activation functions"""
+
+
+REORDERS = 2.2
+"""what a CPU takes to read a weight of a dense product, which packs it, in units of one that is packed already"""
 
 
 class Speeds(NamedTuple):
@@ -60,7 +64,8 @@ def _way(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, b
     if not layers:
         return _Way(0.0, 0.0)
     work, tokens = times * rows * cut.share / speeds.flops, rows * (task.prompt + task.response)
-    moved = profile.touched(s.tp, tokens) + ACTIVATIONS * tokens * profile.hidden / s.tp
+    moved = profile.touched(s.tp, tokens) * (REORDERS if speeds.serial else 1)
+    moved += ACTIVATIONS * tokens * profile.hidden / s.tp
     read = times * moved * role.itemsize / speeds.bandwidth
     one, end = (speeds.together(flops * work, read) for flops in (layer, last))
     most, end = ceil(layers / s.pp), end + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
