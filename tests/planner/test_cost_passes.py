@@ -26,7 +26,7 @@ from costs import (
 from hybridflow.planner.flops import backward_flops, forward_flops
 from hybridflow.planner.graph import Task
 from hybridflow.planner.mapping import Strategy
-from hybridflow.planner.passes import ACTIVATIONS, REORDERS, REORDERS
+from hybridflow.planner.passes import ACTIVATIONS, REORDERS
 from hybridflow.planner.sizes import MODELS
 
 
