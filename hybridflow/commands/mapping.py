@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,9 @@ from hybridflow.telemetry.graph_tables import aligned
 from hybridflow.telemetry.records import to_json
 from hybridflow.telemetry.timeline import Timeline
 
-__all__ = ["Files", "Problem", "Request", "plan_mapping", "problem_of"]
+__all__ = ["Files", "Problem", "Request", "load", "plan_mapping", "problem_of"]
+
+Load = Callable[[Path, tuple[str, ...]], tuple[RunConfig, TaskGraph]]
 
 STEPS, SHOWN = 12, 3
 """that are simulated, and of which picture and timeline have the first"""
@@ -74,11 +75,17 @@ class Problem(NamedTuple):
         return headline(self.config.algorithm, self.graph, self.request.cluster)
 
 
-def problem_of(request: Request) -> Problem:
+def load(source: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, TaskGraph]:
+    """A configuration and what it does in a step."""
+    config = load_config(source, overrides)
+    return config, task_graph(config)
+
+
+def problem_of(request: Request, load: Load = load) -> Problem:
     """ConfigError: something of the request makes no sense."""
     lengths = None if request.lengths is None else _lengths(request.lengths)
     size = None if request.model is None else find_model(request.model)
-    config, graph = _loaded(request.source, request.overrides)
+    config, graph = load(request.source, request.overrides)
     if size is not None:
         graph = graph.with_model(size)
     if lengths is not None:
@@ -86,12 +93,6 @@ def problem_of(request: Request) -> Problem:
         most = float(config.generation.max_new_tokens)
         graph = graph.with_lengths(prompt, response, deviation, most if deviation and most > response else 0.0)
     return Problem(request, config, graph)
-
-
-@cache
-def _loaded(source: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, TaskGraph]:
-    config = load_config(source, overrides)
-    return config, task_graph(config)
 
 
 LENGTHS = "PROMPT+RESPONSE in tokens, like 1024+512, or 1024+512~200 if responses vary by that standard deviation"

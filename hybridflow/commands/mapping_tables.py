@@ -85,8 +85,10 @@ def _gap(result: Result) -> float:
 
 
 def told_cost(result: Result) -> str:
-    """Of a million tokens; empty if no device has a price."""
-    return f"{result.best.price / result.tokens * 1e6:.3g}" if result.best.price else ""
+    """Of a million tokens; empty if a device that works has no price."""
+    pools = result.best.mapping.pools if result.best.mapping else ()
+    priced = all(pool.machine.device.price for pool in pools)
+    return f"{result.best.price / result.tokens * 1e6:.3g}" if priced else ""
 
 
 class Told(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
-from hybridflow.commands.mapping import Problem, Request, problem_of
+from hybridflow.commands.mapping import Problem, Request, load, problem_of
 from hybridflow.commands.mapping_tables import told_cost, told_pools
 from hybridflow.config import RunConfig
 from hybridflow.core.config import keys
@@ -47,12 +48,13 @@ class _Row:
 def what_if(request: Request, text: str, as_json: bool) -> None:
     """Print the best mapping for each value. ConfigError: a value makes no sense. Where nothing fits, the row says so."""
     name, values = _parsed(text)
-    problems = [problem_of(_changed(request, name, value)) for value in values]
+    once = cache(load)  # of values that don't change what a step does
+    problems = [problem_of(_changed(request, name, value), once) for value in values]
     rows = [_Row(value, problem, _result(problem)) for value, problem in zip(values, problems, strict=True)]
     if as_json:
         print(to_json([row.data() for row in rows], indent=2))
     else:
-        print("\n".join([problem_of(request).headline, f"Only {name} changes.", "", *_text(name, rows)]))
+        print("\n".join([problem_of(request, once).headline, f"Only {name} changes.", "", *_text(name, rows)]))
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:
