@@ -120,11 +120,11 @@ def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
     assert mapping is not None, "or search has raised"
     estimates = cost.estimates(mapping)
     picked = Picked(problem.graph, cost, result, mapping, estimates, simulate(problem.graph, mapping, estimates, STEPS))
-    written = [*_write(problem, picked, files)]
+    told = [*_write(problem, picked, files)]
     if as_json:
         print(to_json(data(picked), indent=2))
     else:
-        print("\n".join([*_text(problem, picked), *written]))
+        print("\n".join([*_text(problem, picked), *told]))
 
 
 def _text(problem: Problem, picked: Picked) -> Iterator[str]:
