@@ -27,7 +27,7 @@ from hybridflow.core.errors import ContractError, DataError, NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
 from hybridflow.data.envs import EnvironmentConfig, entry_types, spaces_of
-from hybridflow.data.slots import Slots
+from hybridflow.data.slot_processes import make_slots
 from hybridflow.models.nets import joined
 
 __all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource"]
@@ -87,7 +87,7 @@ class EnvSampler:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
         self.noise, self.random_steps = noise, random_steps
         self.spaces = spaces_of(config)
-        self.slots = Slots(config, seed, self.spaces)
+        self.slots = make_slots(config, seed, self.spaces)
         self._num_pieces: dict[int, int] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
 
@@ -200,7 +200,7 @@ class EnvSampler:
 
         DataError if an episode doesn't end within 10^6 steps.
         """
-        slots, returns = Slots(self.config, self.seed, self.spaces, "eval-env", restart=False), dict[int, float]()
+        slots, returns = make_slots(self.config, self.seed, self.spaces, "eval-env", restart=False), dict[int, float]()
         slots.open(range(num_episodes), {})
         live = list(range(num_episodes))
         try:

@@ -328,3 +328,17 @@ def test_an_environment_that_does_not_come_back_is_told_when_it_is_dealt():
     resumed.rollout(rollout_source(config).rows([0]))
     with pytest.raises(CheckpointError, match="slot 1"):
         resumed.rollout(rollout_source(config))
+
+
+def test_child_processes_change_nothing():
+    here = EnvironmentConfig(id="CartPole-v1", num_envs=3, steps_per_rollout=25)
+    there = here.model_copy(update={"processes": 2})
+    samplers = [sampler_for(config) for config in (here, there)]
+    try:
+        for _ in range(2):
+            assert_same(*(sampler.rollout(rollout_source(here)) for sampler in samplers))
+        assert samplers[0].evaluate(2) == samplers[1].evaluate(2)
+        saved = [pickle.dumps(sampler.state_dict()) for sampler in samplers]
+        assert saved[0] == saved[1]
+    finally:
+        samplers[1].close()
