@@ -172,6 +172,8 @@ def _write(problem: Problem, picked: Picked, files: Files) -> Iterator[str]:
 
 
 def _save(path: Path, write: Callable[[Path], object]) -> None:
+    if path.is_dir():
+        raise UserError(f"plan: can't write {path} (it is a folder); choose another output file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)

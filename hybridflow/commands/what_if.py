@@ -104,29 +104,35 @@ def _result(problem: Problem) -> Result | str:
 
 
 def _text(name: str, rows: Sequence[_Row]) -> Iterator[str]:
-    yield from aligned([*_table(name, rows)], ["devices", *COLUMNS, COST])
+    yield from aligned([*_table(name, rows)], ["devices", *COLUMNS, EFFICIENCY, COST])
     for row in rows:
         if isinstance(row.result, str):
             yield f"{name}={row.value}: {row.result}"
 
 
-COLUMNS = ("seconds a step", "tokens/s", "a device", "speed-up", "efficiency")
-COST = "a million tokens"
+COLUMNS = ("seconds a step", "tokens/s", "a device", "speed-up")
+EFFICIENCY, COST = "efficiency", "a million tokens"
 
 
 def _table(name: str, rows: Sequence[_Row]) -> Iterator[tuple[str, ...]]:
     """Speed-up over the first row that fits; efficiency: that speed-up for each of so many times the devices."""
     first = next((row for row in rows if isinstance(row.result, Result)), rows[0])
-    costs = [told_cost(row.result) if isinstance(row.result, Result) else "" for row in rows]
-    columns = (*COLUMNS, *([COST] if any(costs) else ()))
+    priced = any(isinstance(row.result, Result) and told_cost(row.result) for row in rows)
+    columns = (*COLUMNS, *[EFFICIENCY] * (name == "devices"), *[COST] * priced)
     yield (*dict.fromkeys((name, "devices")), *columns, "placement", "on")
-    for row, cost in zip(rows, costs, strict=True):
+    for row in rows:
         told = (row.value,) if name == "devices" else (row.value, str(row.devices))
         if isinstance(row.result, str) or isinstance(first.result, str):
             yield (*told, *[""] * len(columns), "nothing fits", "")
             continue
         speed = row.result.tokens_per_second
         faster = speed / first.result.tokens_per_second
-        numbers = (f"{row.result.best.seconds:.4g}", f"{speed:,.0f}", f"{speed / row.devices:,.0f}", f"{faster:.2f}")
-        efficiency = f"{faster * first.devices / row.devices:.0%}"
-        yield (*told, *numbers, efficiency, *([cost] if any(costs) else ()), *told_pools(row.result.best))
+        numbers = {
+            "seconds a step": f"{row.result.best.seconds:.4g}",
+            "tokens/s": f"{speed:,.0f}",
+            "a device": f"{speed / row.devices:,.0f}",
+            "speed-up": f"{faster:.2f}",
+            EFFICIENCY: f"{faster * first.devices / row.devices:.0%}",
+            COST: told_cost(row.result),
+        }
+        yield (*told, *(numbers[column] for column in columns), *told_pools(row.result.best))

@@ -144,6 +144,8 @@ def test_anything_can_be_varied(hybridflow: Program, tmp_path: Path, key: str, v
     path = written(tmp_path, with_keys(REVERSE, kl__coef=0.1, actor__dtype="bfloat16"))
     slow, fast = told(hybridflow, path, *CLUSTER, *SEVEN, "--what-if", f"{key}={values}")
     assert [slow["value"], fast["value"]] == values.split(",") and slow["seconds"] > fast["seconds"]
+    out = hybridflow("plan", path, *CLUSTER, *SEVEN, "--what-if", f"{key}={values}").out
+    assert "speed-up" in out and "efficiency" not in out and "a million tokens" not in out
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ def test_anything_can_be_varied(hybridflow: Program, tmp_path: Path, key: str, v
         ((*CLUSTER, "--what-if", "devices=4", "--picture", "x.html"), "plan: --what-if prints a table of many mappings"),
         ((*CLUSTER, "--picture", "/proc/none/x.html"), "plan: can't write /proc/none/x.html"),
         ((*CLUSTER, "--timeline", "/proc/none/x.json"), "plan: can't write /proc/none/x.json"),
+        ((*CLUSTER, "--picture", "/proc"), "plan: can't write /proc (it is a folder)"),
         ((*CLUSTER, "--write", "/proc/none/x.toml"), "plan: can't write /proc/none/x.toml"),
         ((*CLUSTER, "--write", "x.toml", "--model", "llama-7b"), "plan: --write puts a mapping into a file"),
         ((*CLUSTER, "--write", "x.toml", "--schedule", "async"), 'schedule = "async": a run generates and learns by turns'),
