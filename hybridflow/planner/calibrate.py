@@ -248,8 +248,6 @@ def _predicted(one: Observation, efficiency: Efficiency) -> Iterator[float]:
 
 def here_start(probe: Probe) -> Efficiency:
     """Where constants of this machine start: peaks were measured, so that nearly all of them can be reached."""
-    if probe.gpus:
-        return Efficiency(bandwidth=1.0, link=1.0)
     return Efficiency(
         compute=0.7,
         decode_step_s=1e-3,
@@ -260,7 +258,7 @@ def here_start(probe: Probe) -> Efficiency:
         bandwidth=1.0,
         link=1.0,
         launch_s=probe.layer_s,
-        device="cpu",
+        device="cuda" if probe.gpus else "cpu",
     )
 
 
