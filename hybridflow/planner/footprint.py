@@ -28,7 +28,7 @@ def held_bytes(profile: Profile, s: Strategy) -> float:
 def working_bytes(profile: Profile, task: Task, s: Strategy) -> float:
     """Of a forward or training task. Activations of a microbatch and gradients aren't there at the same time, but those of
     earlier ones are."""
-    rows, count = microbatches(profile, task, s)
+    rows, _, count = microbatches(profile, task, s)
     length = max(1, ceil(task.prompt + task.response))
     actions = rows if profile.role.head == "score" else rows * (ceil(task.response) or length)
     batch = Microbatch(rows, length, rows * length, actions)

@@ -45,17 +45,18 @@ class _Way(NamedTuple):
     mean: float
 
 
-def microbatches(profile: Profile, task: Task, strategy: Strategy) -> tuple[int, int]:
-    """(rows of one, how many a replica takes in a minibatch)."""
+def microbatches(profile: Profile, task: Task, strategy: Strategy) -> tuple[int, float, int]:
+    """(rows of the fullest, of one in the mean, how many a replica takes in a minibatch)."""
     minibatches = task.minibatches if task.kind == "train" else 1
     block = ceil(ceil(task.rows / minibatches) / strategy.dp)
     budget = profile.role.token_budget
     rows = strategy.rows if budget is None else int(budget / max(1.0, task.prompt + task.response))
     rows = max(1, min(block, rows))
-    return rows, ceil(block / rows)
+    count = ceil(block / rows)
+    return rows, block / count, count
 
 
-def _way(profile: Profile, task: Task, s: Strategy, rows: int, speeds: Speeds, back: bool = False) -> _Way:
+def _way(profile: Profile, task: Task, s: Strategy, rows: float, speeds: Speeds, back: bool = False) -> _Way:
     """Forward; ``back``: with twice the products, of gradients of inputs and weights, but for what isn't trained. Stages
     without frozen layers set the pace of a pipeline."""
     role, cut = profile.role, profile.cut(s.tp)
@@ -81,7 +82,7 @@ def _lengths(profile: Profile, task: Task) -> tuple[float, float]:
     return length, 1.0 if profile.role.head == "score" else task.response or length
 
 
-def _sent(profile: Profile, task: Task, s: Strategy, rows: int, links: Links) -> tuple[float, float]:
+def _sent(profile: Profile, task: Task, s: Strategy, rows: float, links: Links) -> tuple[float, float]:
     """Seconds of (the two all-reduces of each layer of a stage, a message to the next stage), of a microbatch one way."""
     size = rows * (task.prompt + task.response) * profile.hidden * profile.role.itemsize
     tensor = 2 * ceil(profile.layers / s.pp) * links.all_reduce(size, s.tp)
@@ -89,7 +90,7 @@ def _sent(profile: Profile, task: Task, s: Strategy, rows: int, links: Links) ->
 
 
 def forward_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links) -> dict[str, float]:
-    rows, count = microbatches(profile, task, s)
+    _, rows, count = microbatches(profile, task, s)
     way, sent = _way(profile, task, s, rows, speeds), _sent(profile, task, s, rows, links)
     parts = _pipelined(way, sent, ceil(profile.layers / s.pp) * speeds.launch, count, s.pp)
     if s.shard == "fsdp" and s.dp > 1:
@@ -113,7 +114,7 @@ def _pipelined(way: _Way, sent: tuple[float, float], launch: float, count: int, 
 
 
 def train_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links: Links) -> dict[str, float]:
-    rows, count = microbatches(profile, task, s)
+    _, rows, count = microbatches(profile, task, s)
     there, back = (_way(profile, task, s, rows, speeds, way) for way in (False, True))
     tensor, message = _sent(profile, task, s, rows, links)
     again = recomputes(profile, s)
