@@ -1,6 +1,6 @@
 """What the planner predicts of runs on this machine, against what they take: Ray workers, two cores or more.
 
-    python benchmarks/planner_here.py [--out runs/planner_here] [--rounds 3] [--steps 5] [--only grpo-5m] [--read]
+    python benchmarks/planner_here.py [--out runs/planner_here] [--rounds 2] [--steps 5] [--only grpo-5m] [--read]
 
 The machine is probed, then every run is trained for some steps, all of them in turns, ROUNDS times over. The constants of
 the cost model are fitted to the runs of ``CALIBRATION`` alone; all others are predicted with these, from their own lengths
@@ -12,6 +12,7 @@ half is trained, on "addition". Placements:
     alone      one worker that has one core          one       one worker that has all cores
     together   two workers, all roles on both        split     actor, sampler and reference on one, critic on the other
     judged     actor and sampler on one, critic and reference on the other
+    helped     all but the reference on one, the reference on the other
     drawn      the sampler alone on one, all others on the other
 
 The runs want the machine for themselves: the last table has the cores that other work kept busy before each.
@@ -27,17 +28,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from hybridflow.build_compare import Measured, Predicted, measured, observed, predicted, run_cluster
-from hybridflow.commands.show import print_table
 from hybridflow.config import RunConfig, resolved, validate
 from hybridflow.planner.calibrate import Fitted, Observation, calibrate, here_start
 from hybridflow.planner.hardware import load_probe, save_probe
 from hybridflow.planner.probe import measure
+from hybridflow.telemetry.graph_tables import aligned
 
 MODELS: dict[str, dict[str, Any]] = {
     "5m": {
@@ -65,6 +67,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "together": {"pools": {"main": 2}},
     "split": {"pools": {"a": 1, "b": 1}, "roles": {"actor": "a", "reference": "a", "critic": "b", "reward": "b"}},
     "judged": {"pools": {"a": 1, "b": 1}, "roles": {"actor": "a", "reference": "b", "critic": "b", "reward": "b"}},
+    "helped": {
+        "pools": {"a": 1, "b": 1},
+        "roles": {"actor": "a", "critic": "a", "reference": "b", "reward": "b"},
+    },
     "drawn": {
         "pools": {"a": 1, "b": 1},
         "roles": {"sampler": "b", "actor": "a", "reference": "a", "critic": "a", "reward": "a"},
@@ -72,15 +78,15 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 THREADS = {"alone": 1}
 CALIBRATION = ("grpo-5m-alone", "grpo-smollm2-alone")
-ORDERED = {
-    model: [f"ppo-{model}-{placement}" for placement in ("together", "split", "judged", "drawn")] for model in MODELS
-}
+ORDERED = {model: [f"ppo-{model}-{placement}" for placement in ("split", "judged", "helped", "drawn")] for model in MODELS}
 RUNS = (
     *(f"grpo-{model}-{placement}" for model in MODELS for placement in ("alone", "one", "together")),
-    *(f"ppo-{model}-one" for model in MODELS),
+    *(f"ppo-{model}-{placement}" for model in MODELS for placement in ("one", "together")),
     *(name for names in ORDERED.values() for name in names),
 )
 FAR = 0.25
+APART = 0.1
+"""of two steps, what the shorter one takes less, for their order to count"""
 
 
 def config_of(name: str, steps: int) -> RunConfig:
@@ -139,24 +145,35 @@ def compare(out: Path) -> int:
     rounds = {name: rounds_of(name, out) for name in RUNS}
     found = {name: together(paths) for name, paths in rounds.items() if paths}
     seen = {name: observed(one, run_cluster(one.config), own={}) for name, one in found.items()}
-    efficiency, fitted = calibrate([seen[name] for name in CALIBRATION], here_start(load_probe()))
+    fitted_to = [seen[name] for name in CALIBRATION if name in seen]
+    efficiency, fitted = calibrate(fitted_to, here_start(load_probe()))
     guesses = {name: predicted(one, efficiency) for name, one in seen.items()}
-    print_table([_constant(name, fitted) for name in fitted.values], as_json=False)
-    print_table([row for name in seen for row in _tasks(name, seen[name], guesses[name])], as_json=False)
-    print_table([_step(name, seen[name], guesses[name], rounds[name]) for name in seen], as_json=False)
+    show([_constant(name, fitted) for name in fitted.values])
+    show([row for name in seen for row in _tasks(name, seen[name], guesses[name])])
+    show([_step(name, seen[name], guesses[name], rounds[name]) for name in seen])
     off = {name: abs(guesses[name].step_s / one.step_s - 1) for name, one in seen.items() if name not in CALIBRATION}
     print(f"held out: median {statistics.median(off.values()):.1%}, worst {max(off.values()):.1%} of {len(off)} runs")
     times = {name: (seen[name].step_s, guesses[name].step_s) for name in seen}
-    right = [told for names in ORDERED.values() if all(name in seen for name in names) for told in _orders(names, times)]
+    right = [_in_order(names, times) for names in ORDERED.values() if all(name in times for name in names)]
+    pairs = [
+        pair for model in MODELS for pair in _apart([name for name in times if name.startswith(f"ppo-{model}")], times)
+    ]
+    print(
+        f"of {len(pairs)} pairs of all placements that took {APART:.0%} or more longer than each other, {sum(pairs)} right"
+    )
     return int(max(off.values()) > FAR or not all(right))
 
 
-def _constant(name: str, fitted: Fitted) -> dict[str, Any]:
+def show(rows: Sequence[dict[str, str]]) -> None:
+    print("\n".join((*aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), "")))
+
+
+def _constant(name: str, fitted: Fitted) -> dict[str, str]:
     told = "" if name in fitted.determined else "not determined"
     return {"constant": name, "value": f"{fitted.values[name]:.3g}", "x or /": f"{fitted.spread[name]:.2f}", "": told}
 
 
-def _tasks(name: str, one: Observation, guess: Predicted) -> Iterator[dict[str, Any]]:
+def _tasks(name: str, one: Observation, guess: Predicted) -> Iterator[dict[str, str]]:
     for task, seconds in one.seconds.items():
         if seconds > 0.01 * one.step_s:
             estimate = guess.estimates[task]
@@ -171,7 +188,7 @@ def _tasks(name: str, one: Observation, guess: Predicted) -> Iterator[dict[str, 
             }
 
 
-def _step(name: str, one: Observation, guess: Predicted, rounds: Sequence[Path]) -> dict[str, Any]:
+def _step(name: str, one: Observation, guess: Predicted, rounds: Sequence[Path]) -> dict[str, str]:
     times, busy = (
         [measured(path).step_s for path in rounds],
         [json.loads((path / "busy.json").read_text()) for path in rounds],
@@ -187,19 +204,26 @@ def _step(name: str, one: Observation, guess: Predicted, rounds: Sequence[Path])
     }
 
 
-def _orders(names: Sequence[str], times: Mapping[str, tuple[float, float]]) -> Iterator[bool]:
+def _in_order(names: Sequence[str], times: Mapping[str, tuple[float, float]]) -> bool:
     """Whether the order of placements by prediction is that by measurement; prints both."""
-    by_measured, by_predicted = (sorted(names, key=lambda name: times[name][way]) for way in range(2))
-    for what, way, order in (("measured ", 0, by_measured), ("predicted", 1, by_predicted)):
+    orders = [sorted(names, key=lambda name: times[name][way]) for way in range(2)]
+    for what, way, order in (("measured ", 0, orders[0]), ("predicted", 1, orders[1])):
         shown = " < ".join(f"{name.split('-')[2]} {times[name][way]:.2f} s" for name in order)
         print(f"{names[0].rpartition('-')[0]}, {what}: {shown}")
-    yield by_measured == by_predicted
+    return orders[0] == orders[1]
+
+
+def _apart(names: Sequence[str], times: Mapping[str, tuple[float, float]]) -> Iterator[bool]:
+    """Of every two runs that are far enough apart: whether they are predicted in their order."""
+    for one, other in combinations(sorted(names, key=lambda name: times[name][0]), 2):
+        if times[one][0] < (1 - APART) * times[other][0]:
+            yield times[one][1] < times[other][1]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/planner_here"))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", default="", help="runs whose names begin so")
     parser.add_argument("--read", action="store_true", help="print the tables of what is there")
