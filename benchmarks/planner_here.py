@@ -165,7 +165,7 @@ def compare(out: Path) -> int:
 
 
 def show(rows: Sequence[dict[str, str]]) -> None:
-    print("\n".join((*aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]), "")))
+    print("\n".join((*aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)], right=()), "")))
 
 
 def _constant(name: str, fitted: Fitted) -> dict[str, str]:
