@@ -1,8 +1,8 @@
 """How other systems would run a task graph: as device mappings, so that the same formulas tell how fast (the paper's §6).
 
     DeepSpeed-Chat   all roles on all devices; training as ZeRO-3, generation in tensor-parallel replicas, for which every
-                     device gathers the whole model; 4 responses a device are drawn and trained on, as in its recipes for
-                     such models, before the next 4
+                     device gathers the whole model; 4 responses a device are drawn, scored and trained on, as in its
+                     recipes for such models, before the next 4
     OpenRLHF         each role on devices of its own, training as ZeRO-3; so is the sampler, a second copy of its learner,
                      to which the whole model is broadcast
     NeMo-Aligner     language models on one half of the devices, the others on the other half; training and generation cut
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.planner.cluster import Cluster, Machine
-from hybridflow.planner.cost import CostModel, Estimate
+from hybridflow.planner.cost import CostModel, Estimate, batches
 from hybridflow.planner.graph import ModelRole, Task, TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Strategy
 from hybridflow.planner.search import search
@@ -53,11 +53,15 @@ class _System(CostModel):
         return [one for one in super().strategies(role, machine, devices) if self.offers(role, one)]
 
     def seconds(
-        self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0, kv_cache: bool = True
+        self,
+        task: Task,
+        strategy: Strategy,
+        machine: Machine,
+        free_bytes: float = 0.0,
+        kv_cache: bool = True,
+        batch: int = 0,
     ) -> Estimate | None:
-        batch = self.batch * strategy.pp * strategy.tp
-        task = replace(task, slots=batch) if batch and task.kind == "generate" else task
-        return super().seconds(task, strategy, machine, free_bytes, self.kv_cache)
+        return super().seconds(task, strategy, machine, free_bytes, self.kv_cache, self.batch)
 
     def shared_bytes(
         self, sampler: ModelRole, training: Strategy, generation: Strategy, reshard: Reshard = "hybridflow"
@@ -73,7 +77,7 @@ class _System(CostModel):
         reshard: Reshard = "hybridflow",
     ) -> Estimate | None:
         found = super().transition(sampler, training, generation, machine, self.reshard)
-        times = self.batches(sampler, generation, self.batch)
+        times = max(batches(task, generation, self.batch) for task in self._tasks[sampler.name])
         return found and Estimate({name: times * seconds for name, seconds in found.parts.items()})
 
     def publishing(

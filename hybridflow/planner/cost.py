@@ -36,7 +36,7 @@ from hybridflow.planner.passes import Speeds, forward_parts, train_parts
 from hybridflow.planner.profile import Profile
 from hybridflow.reshard.plan import Strategy as Reshard
 
-__all__ = ["ROWS", "CostModel", "Efficiency", "Estimate"]
+__all__ = ["ROWS", "CostModel", "Efficiency", "Estimate", "batches"]
 
 GIB = 2**30
 Shard = Literal["none", "zero1", "fsdp"]
@@ -163,15 +163,26 @@ class CostModel:
         return machine.device.memory_bytes * self.efficiency.memory
 
     def seconds(
-        self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0, kv_cache: bool = True
+        self,
+        task: Task,
+        strategy: Strategy,
+        machine: Machine,
+        free_bytes: float = 0.0,
+        kv_cache: bool = True,
+        batch: int = 0,
     ) -> Estimate | None:
         """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache): ``usable_bytes`` less what the
-        roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
+        roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. ``kv_cache``, ``batch``: of
+        the mapping. None: it doesn't fit."""
         role = self.roles.get(task.role)
         draws = role is not None and task.kind == "generate"
-        key = task.name, task.slots, strategy, id(machine), free_bytes if draws else 0.0, kv_cache
+        key = task.name, strategy, id(machine), free_bytes if draws else 0.0, kv_cache, batch
         if key not in self._seconds:
+            if draws and batch:
+                task = replace(task, slots=batch * strategy.pp * strategy.tp)
             parts = self._parts(role, task, strategy, machine, free_bytes, kv_cache)
+            if parts and role is not None and batch and task.kind != "train":
+                parts["call"] *= batches(task, strategy, batch)
             self._seconds[key] = None if parts is None else self._estimate(parts)
         return self._seconds[key]
 
@@ -283,7 +294,7 @@ class CostModel:
             role, pool = self.roles[task.role], pools[task.role]
             if role.weights_of and task.role not in prepared:
                 prepared.add(task.role)
-                times = self.batches(role, mapping.strategies[role.name], mapping.batch)
+                times = batches(task, mapping.strategies[role.name], mapping.batch)
                 parts |= {"transition": times * self._weights(mapping, role).seconds}
             parts["transfer"] = sum(
                 self.transfer(edge, pool.machine, pool.devices)
@@ -299,8 +310,7 @@ class CostModel:
     def _own(self, mapping: DeviceMapping, task: Task) -> Estimate:
         pool, s = mapping.pool_of(task.role), mapping.strategies[task.role]
         free = self._free(mapping, self.roles[task.role], pool) if task.kind == "generate" else 0.0
-        task = replace(task, slots=mapping.batch * s.pp * s.tp) if mapping.batch else task
-        estimate = self.seconds(task, s, pool.machine, free, mapping.kv_cache)
+        estimate = self.seconds(task, s, pool.machine, free, mapping.kv_cache, mapping.batch)
         if estimate is None:
             raise ConfigError(
                 [
@@ -319,11 +329,6 @@ class CostModel:
             training = mapping.strategies[sampler.weights_of]
             free += self.shared_bytes(sampler, training, mapping.strategies[sampler.name], mapping.reshard)
         return free
-
-    def batches(self, sampler: ModelRole, generation: Strategy, batch: int) -> int:
-        """How often in a step weights change places, where drawing and training take turns batch by batch."""
-        rows = max((task.rows for task in self._tasks[sampler.name]), default=0)
-        return ceil(rows / (batch * generation.devices)) if batch else 1
 
     def _weights(self, mapping: DeviceMapping, sampler: ModelRole) -> Estimate:
         pool, generation = mapping.pool_of(sampler.name), mapping.strategies[sampler.name]
@@ -354,6 +359,12 @@ class CostModel:
             f"{_named(pool)}: needs {need / GIB:.1f} GiB a device, but {there / GIB:.1f} GiB are usable; {most} takes "
             f"most, {(held[most] + works[most]) / GIB:.1f} GiB: cut it further, or give the pool more devices"
         )
+
+
+def batches(task: Task, strategy: Strategy, batch: int) -> int:
+    """Into how many a task's rows are divided, if a device takes ``batch`` of them at a time: calls and, of what is drawn,
+    transitions."""
+    return ceil(task.rows / (batch * strategy.devices)) if batch else 1
 
 
 def _named(pool: Pool) -> str:

@@ -47,8 +47,8 @@ class Pool(NamedTuple):
 class DeviceMapping:
     """``strategies`` by role. ``reshard``: how a sampler gets the learner's weights, by the words of ``reshard.plan``; on
     another pool they are published ("publish", or "broadcast": the whole model to every rank). Of other systems only:
-    ``kv_cache`` is False where all tokens are computed again for each new one; ``batch``: responses that a device draws
-    and trains on before the next ones (0: all of a step)."""
+    ``kv_cache`` is False where all tokens are computed again for each new one; ``batch``: responses that a device draws,
+    scores and trains on before the next ones (0: all of a step)."""
 
     pools: tuple[Pool, ...]
     strategies: Mapping[str, Strategy]
