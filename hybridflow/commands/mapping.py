@@ -14,6 +14,7 @@ from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, ta
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError, UserError
 from hybridflow.core.files import write_whole
+from hybridflow.planner.baselines import baselines
 from hybridflow.planner.calibrate import efficiency_of
 from hybridflow.planner.cluster import Cluster
 from hybridflow.planner.cost import CostModel
@@ -119,7 +120,10 @@ def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
     mapping = result.best.mapping
     assert mapping is not None, "or search has raised"
     estimates = cost.estimates(mapping)
-    picked = Picked(problem.graph, cost, result, mapping, estimates, simulate(problem.graph, mapping, estimates, STEPS))
+    drawn = any(role.weights_of for role in problem.graph.roles)
+    systems = baselines(problem.graph, request.cluster, cost) if drawn else {}
+    simulation = simulate(problem.graph, mapping, estimates, STEPS)
+    picked = Picked(problem.graph, cost, result, mapping, estimates, simulation, systems)
     told = [*_write(problem, picked, files)]
     if as_json:
         print(to_json(data(picked), indent=2))

@@ -12,7 +12,7 @@ from hybridflow.planner.cluster import Cluster
 from hybridflow.planner.cost import CostModel, Estimate
 from hybridflow.planner.graph import ModelRole, Task, TaskGraph
 from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
-from hybridflow.planner.search import Candidate, Result
+from hybridflow.planner.search import Candidate, Result, pool_seconds, step_seconds
 from hybridflow.planner.simulate import Simulation
 from hybridflow.telemetry.gantt import Lane
 from hybridflow.telemetry.graph_tables import memory
@@ -35,6 +35,8 @@ class Picked:
     mapping: DeviceMapping
     estimates: Mapping[str, Estimate]
     simulation: Simulation
+    systems: Mapping[str, DeviceMapping | str]
+    """how others would run it, or why they can't"""
 
     def roles(self, pool: Pool) -> list[ModelRole]:
         return [role for role in self.graph.roles if role.name in pool.roles]
@@ -106,6 +108,8 @@ def tables(picked: Picked) -> Iterator[Told]:
     yield _tasks(picked)
     if any(one.mapping is not None for one in picked.result.runners_up):
         yield _runners(picked.result)
+    if picked.systems:
+        yield _systems(picked)
 
 
 def _pools(picked: Picked) -> Told:
@@ -179,6 +183,27 @@ def _runners(result: Result) -> Told:
     return Told("Runners-up", note, rows, ("seconds", "worse"))
 
 
+def _systems(picked: Picked) -> Told:
+    rows: Rows = [("system", "devices", "seconds", "speed-up", "why not")]
+    for name, one in picked.systems.items():
+        if isinstance(one, str):
+            rows.append((name, "", "", "", one))
+            continue
+        seconds = _seconds(picked, one)
+        devices = " | ".join(str(pool.devices) for pool in one.pools)
+        rows.append((name, devices, f"{seconds:.4g}", f"{seconds / picked.result.best.seconds:.1f}", ""))
+    note = (
+        "How they would run it at their best, by the same formulas, which say 0.8 to 1.9 times the published tokens/s "
+        "of the first two, but a tenth to a quarter of the third's."
+    )
+    return Told("Other systems", note, rows, ("seconds", "speed-up"))
+
+
+def _seconds(picked: Picked, mapping: DeviceMapping) -> float:
+    """Of a step."""
+    return step_seconds(pool_seconds(picked.graph, mapping, picked.cost.estimates(mapping)), mapping.schedule)
+
+
 def told_pools(candidate: Candidate) -> tuple[str, str]:
     """Roles that share, and the devices of each pool."""
     if candidate.mapping is None:
@@ -246,7 +271,14 @@ def data(picked: Picked) -> dict[str, Any]:
         "roles": roles,
         "tasks": tasks,
         "runners_up": [_runner(one) for one in result.runners_up],
+        "systems": {name: _system(picked, one) for name, one in picked.systems.items()},
     }
+
+
+def _system(picked: Picked, one: DeviceMapping | str) -> dict[str, Any]:
+    if isinstance(one, str):
+        return {"seconds": None, "why_not": one}
+    return {"seconds": _seconds(picked, one), "devices": [pool.devices for pool in one.pools]}
 
 
 def _runner(candidate: Candidate) -> dict[str, Any]:

@@ -127,7 +127,8 @@ class _NeMoAligner(_System):
 
     def devices(self, cluster: Cluster) -> list[int] | None:
         count = len(self.pools())
-        return [cluster.devices // count] * count
+        share = cluster.devices // count
+        return [cluster.devices - share * (count - 1)] + [share] * (count - 1)
 
     def transition(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,16 @@ def test_runners_up_are_told_with_why_they_lose(hybridflow: Program, ppo: Path) 
     assert [one["seconds"] for one in fitting] == sorted(one["seconds"] for one in fitting)
     assert fitting[0]["seconds"] >= plan["seconds"] and all(one["loses"] for one in plan["runners_up"])
     assert "Runners-up." in out and fitting[0]["loses"] in out
+
+
+def test_other_systems_are_slower_or_say_why_not(hybridflow: Program, ppo: Path) -> None:
+    plan, out = told(hybridflow, ppo, *CLUSTER, *SEVEN), hybridflow("plan", ppo, *CLUSTER, *SEVEN).out
+    assert [*plan["systems"]] == ["DeepSpeed-Chat", "OpenRLHF", "NeMo-Aligner"]
+    for name, system in plan["systems"].items():
+        assert system["seconds"] > plan["seconds"]
+        assert re.search(rf"\n{name} .* {system['seconds'] / plan['seconds']:.1f}\n", out + "\n")
+    small = told(hybridflow, ppo, "--cluster", "a100-80g:1x2", "--model", "smollm2-135m")["systems"]
+    assert small["OpenRLHF"]["why_not"] == "needs a device for each of its 4 pools"
 
 
 def test_picture_and_timeline(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
