@@ -95,7 +95,11 @@ class Batch:
     def select(self, names: Iterable[str]) -> Batch:
         """Only these columns."""
         chosen = {name: self._column(name) for name in names}
-        return Batch(chosen, self._num_rows if chosen else len(self))
+        if not chosen:
+            return Batch({}, len(self))
+        selected = Batch.__new__(Batch)  # without checks: what is in a batch has been checked
+        selected.columns, selected._num_rows = chosen, self._num_rows
+        return selected
 
     def _column(self, name: str) -> Column:
         if name not in self.columns:
@@ -173,6 +177,8 @@ class Batch:
         if (loaded := self.load()) is not self:
             return loaded.steps()
         mask = self.ragged("response_mask")
+        if len(mask.values) == len(self) and mask.values.all() and (mask.lengths == 1).all():
+            return self
         owner, ones = mask.row_index[mask.values], np.ones(int(mask.values.sum()), np.int64)
         taken: dict[str, Column] = {}
         for name, column in self.columns.items():
@@ -233,7 +239,7 @@ def _traced(name: str, column: Column, writer: int | None) -> Traced:
 
 def _same_lengths(one: Column, other: Column) -> bool:
     if isinstance(one, Ragged) and isinstance(other, Ragged):
-        return np.array_equal(one.lengths, other.lengths)
+        return one.lengths is other.lengths or np.array_equal(one.lengths, other.lengths)
     if isinstance(one, Lazy) or isinstance(other, Lazy):
         return True  # not known without waiting; the workers that make and read them check
     return isinstance(one, Traced) and isinstance(other, Traced) and math.isclose(one.entries, other.entries)

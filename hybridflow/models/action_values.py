@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hybridflow.models.continuous import Bounds
 from hybridflow.models.nets import MLP, Features, NetConfig, QNet
@@ -22,6 +24,47 @@ if TYPE_CHECKING:
 __all__ = ["ActionValues", "CategoricalQNet", "DiscreteActionValues", "DuellingMLP", "EnsembleMLP", "Temperature"]
 
 
+class _EnsembleLayers(torch.autograd.Function):
+    """Batched linear layers with an activation between them, as one node of the graph: one for each operation takes longer
+    than small products do. apply(x [N, I], relu, weight, bias, weight, bias, ...) -> [E, N, O]; biases [E, 1, outputs]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, relu: bool, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[::2], parameters[1::2]
+        x = x.expand(len(weights[0]), *x.shape)
+        inputs = [x]
+        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+            x = torch.baddbmm(bias, x, weight)
+            x = x.relu_() if relu else x.tanh_()
+            inputs.append(x)
+        ctx.relu = relu
+        ctx.save_for_backward(*inputs, *weights)
+        return _product(x, weights[-1]) + biases[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        out: list[Tensor | None] = []
+        for layer in reversed(range(len(weights))):
+            x, weight, trained = inputs[layer], weights[layer], needed[2 + 2 * layer]
+            out += [gradient.sum(1, keepdim=True), _product(x.mT, gradient)] if trained else [None, None]
+            if layer or needed[0]:
+                gradient = gradient * weight.mT if weight.shape[-1] == 1 else torch.bmm(gradient, weight.mT)
+            if layer:
+                shut = torch.ops.aten.threshold_backward.grad_input if ctx.relu else torch.ops.aten.tanh_backward.grad_input
+                shut(gradient, x, *((0,) if ctx.relu else ()), grad_input=gradient)
+        return (gradient.sum(0) if needed[0] else None, None, *reversed(out))
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, [E, N, M] and [E, M, O]: of one column member by member, as batched products with one are slow."""
+    if y.shape[-1] > 1:
+        return torch.bmm(x, y)
+    return torch.stack([torch.mv(*pair) for pair in zip(x, y[..., 0], strict=True)])[..., None]
+
+
 class EnsembleMLP(nn.Module):
     """``members`` MLPs of equal ``sizes`` side by side: [N, sizes[0]] -> [E, N, sizes[-1]].
 
@@ -30,7 +73,7 @@ class EnsembleMLP(nn.Module):
 
     def __init__(self, sizes: tuple[int, ...], members: int, config: NetConfig, generator: torch.Generator) -> None:
         super().__init__()
-        self.activation = torch.tanh if config.activation == "tanh" else torch.relu
+        self.relu = config.activation == "relu"
         layers = list(itertools.pairwise(sizes))
         self.weights = nn.ParameterList(torch.empty(members, inputs, outputs) for inputs, outputs in layers)
         # One row, so that they count as biases wherever weights are told from biases.
@@ -41,18 +84,16 @@ class EnsembleMLP(nn.Module):
 
     def forward(self, x: Tensor, members: int | None = None) -> Tensor:
         """Of the first ``members``, all if None."""
-        parts = [
-            (weight[:members], bias.view(len(weight), 1, -1)[:members])
-            for weight, bias in zip(self.weights, self.biases, strict=True)
-        ]
-        x = x.expand(len(parts[0][0]), *x.shape)
-        for weight, bias in parts[:-1]:
-            x = self.activation(torch.baddbmm(bias, x, weight))
-        weight, bias = parts[-1]
-        if weight.shape[-1] == 1:  # a product with one column is slow
-            values: Tensor = torch.mul(x, weight.transpose(1, 2)).sum(-1, keepdim=True) + bias
-            return values
-        return torch.baddbmm(bias, x, weight)
+        parts = [y for weight, bias in self._layers for y in (weight, bias.view(len(weight), 1, -1))]
+        if members is not None:
+            parts = [y[:members] for y in parts]
+        values: Tensor = _EnsembleLayers.apply(x, self.relu, *parts)  # type: ignore[no-untyped-call]
+        return values
+
+    @cached_property
+    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+        # Reading attributes of modules takes longer than multiplying matrices of this size.
+        return list(zip(self.weights, self.biases, strict=True))
 
 
 class ActionValues(nn.Module):
@@ -73,9 +114,8 @@ class ActionValues(nn.Module):
 
     def forward(self, observations: Tensor, actions: Tensor, members: int | None = None) -> Tensor:
         """[E, N] values of ``actions`` [N, *shape]; of the first ``members`` networks, all if None."""
-        inputs = torch.cat([self.features(observations), self.bounds.units(actions)], -1)
-        values: Tensor = self.mlp(inputs, members)
-        return values[..., 0]
+        inputs = torch.cat([self.features.forward(observations), self.bounds.units(actions)], -1)
+        return self.mlp.forward(inputs, members)[..., 0]
 
 
 class DiscreteActionValues(nn.Module):
@@ -90,8 +130,7 @@ class DiscreteActionValues(nn.Module):
 
     def forward(self, observations: Tensor) -> Tensor:
         """[E, N, K]"""
-        values: Tensor = self.mlp(self.features(observations))
-        return values
+        return self.mlp.forward(self.features.forward(observations))
 
 
 class DuellingMLP(nn.Module):

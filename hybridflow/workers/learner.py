@@ -38,7 +38,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.errors import CheckpointError, ContractError, NonFiniteError, UserError
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
-from hybridflow.core.seeding import generator, uniforms
+from hybridflow.core.seeding import generator, torch_generator
 from hybridflow.models.decoder import Decoder
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
@@ -189,15 +189,19 @@ class Learner(Shelved):
         units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
         plan = replace(self.plan, minibatches=1, epochs=1) if any(loss.on == "step" for loss in losses) else self.plan
         epochs = [self._deal(units, epoch, plan.minibatches) for epoch in range(plan.epochs)]
-        own = np.unique(np.concatenate([part for minibatches in epochs for _, part, _ in minibatches]))
+        alone = self.context.mesh.dp == 1
+        parts = [part for minibatches in epochs for _, part, _ in minibatches]
+        own = np.arange(len(units)) if alone else np.unique(np.concatenate(parts))
         pulled = units.load(batch, own, self._device)
         mask, samples = batch.ragged("response_mask"), batch["sample_id"]
+        self._num_places = len(mask.values)
         for epoch, minibatches in enumerate(epochs):
             written = {name: np.zeros(len(mask.values), np.float32) for loss in losses for name in loss.writes}
-            parts = np.concatenate([part for _, part, _ in minibatches])
-            shuffled, start = pulled.take(parts if len(own) == len(units) else np.searchsorted(own, parts)), 0
+            shuffled, start = pulled, 0
+            if not alone or len(minibatches) > 1:
+                shuffled = pulled.take(np.searchsorted(own, np.concatenate([part for _, part, _ in minibatches])))
             for number, (index, part, forwards) in enumerate(minibatches):
-                mine = shuffled.part(start, start + len(part))
+                mine = shuffled if len(part) == len(shuffled.units) else shuffled.part(start, start + len(part))
                 start += len(part)
                 whole = mine.units if part is index else units.take(index)
                 drift = self._minibatch(whole, mine, forwards, losses, written, samples)
@@ -212,7 +216,9 @@ class Learner(Shelved):
 
     def _deal(self, units: Units, epoch: int, number: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
-        order = generator(self.seed, "minibatch", self.version, epoch).permutation(len(units))
+        order = np.arange(len(units))
+        if number > 1:
+            order = generator(self.seed, "minibatch", self.version, epoch).permutation(order)
         minibatches, (dp, block) = np.array_split(order, number), (self.context.mesh.dp, self.context.block)
         if dp == 1:
             return [(index, index, 0) for index in minibatches]
@@ -326,10 +332,9 @@ class Learner(Shelved):
     def _noise(self, loss: Fn, places: np.ndarray, actions: Tensor) -> Tensor:
         """Standard normal numbers like ``actions``, for the steps at these ``places`` of the batch."""
         steps = self._trained_by(loss)[(loss.trains or (self.main,))[0]].steps
-        drawn = uniforms(self.seed, f"noise/{loss.name}/{steps}", places[:, None], np.arange(actions[0].numel()))
-        # The inverse of the normal distribution is minus infinity at 0.
-        normal: Tensor = torch.special.ndtri(torch.from_numpy(drawn).clamp_(min=2.0**-53))
-        return normal.float().reshape(actions.shape).to(actions.device)
+        random = torch_generator(self.seed, f"noise/{loss.name}", steps)
+        drawn = torch.randn((self._num_places, *actions.shape[1:]), generator=random)
+        return (drawn if len(places) == self._num_places else drawn[torch.from_numpy(places)]).to(actions.device)
 
     @property
     def _over_copies(self) -> Callable[[Tensor], Tensor] | None:
@@ -361,7 +366,7 @@ class Learner(Shelved):
         """Report what was observed since the last time: values are added up together, which costs less, and waits for a GPU
         once."""
         for name, parts in self._observed.items():
-            values = torch.cat([part.flatten() for part in parts])
+            values = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
             self.context.metrics.add(name, float(values.sum(dtype=torch.float64)), values.numel())
         self._observed.clear()
 
@@ -425,8 +430,11 @@ class Learner(Shelved):
     def blend(self, source: str, target: str, weight: float) -> None:
         """Move network ``target`` towards ``source``: target += weight (source - target)."""
         with torch.no_grad():
-            old, new = ([*self.networks[name].parameters()] for name in (target, source))
-            torch._foreach_lerp_(cast(list[Tensor], old), cast(list[Tensor], new), weight)
+            torch._foreach_lerp_(self._weights[target], self._weights[source], weight)
+
+    @cached_property
+    def _weights(self) -> dict[str, list[Tensor]]:
+        return {name: [*network.parameters()] for name, network in self.networks.items()}
 
     @control
     def num_parameters(self) -> tuple[int, int]:

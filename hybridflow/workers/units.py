@@ -84,9 +84,13 @@ class Units:
     def load(self, batch: Batch, index: Ints, device: torch.device) -> Pulled | PulledSteps:
         """The units at ``index`` (ascending), with their values, of steps on that ``device``. These have to be all units
         of ``batch``; no other rows of it are pulled."""
-        units = self.take(index)
-        rows = np.unique(units.rows.values)
+        everything = len(index) == len(self)
+        units = self if everything else self.take(index)
+        each = everything and self.kind != "group" and self.num_rows == len(batch)
+        rows = units.rows.values if each else np.unique(units.rows.values)
         values = (batch if len(rows) == len(batch) else batch.rows(rows)).load()
+        if self.kind == "step" and len(index) == len(self):
+            return PulledSteps.of(units, values, index, device)
         if self.kind == "step":
             pulled = np.flatnonzero(np.isin(self.rows.values, rows))
             return PulledSteps.of(units, values, np.searchsorted(pulled, index), device)
@@ -166,11 +170,12 @@ class PulledSteps:
 def action_columns(batch: Batch, device: torch.device) -> Columns:
     """What a loss sees: time columns packed over the action steps [N], row fields [R], and ``row_index`` [N]."""
     mask = batch.ragged("response_mask")
-    columns = {"row_index": torch.tensor(mask.row_index[mask.values], device=device)}
+    chosen = slice(None) if mask.values.all() else mask.values
+    columns = {"row_index": torch.tensor(mask.row_index[chosen], device=device)}
     for name in batch.columns:
         column = batch[name]
         if FIELDS[name].axis == "time" and isinstance(column, Ragged):
-            columns[name] = torch.tensor(column.values[mask.values], device=device)
+            columns[name] = torch.tensor(column.values[chosen], device=device)
         elif FIELDS[name].axis == "row" and not isinstance(column, Ragged) and column.dtype.kind in "biuf":
             columns[name] = torch.tensor(column, device=device)
     return columns
