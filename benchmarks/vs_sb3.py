@@ -61,7 +61,43 @@ def on_policy(algorithm: str, steps: int, lr: float, **sections: Any) -> dict[st
     return {"algorithm": algorithm, "actor": optimizer, "critic": optimizer, "environment": environment, **sections}
 
 
+def off_policy(algorithm: str, sb3: str, steps: int, **arguments: Any) -> Method:
+    """On Pendulum with SB3's networks, 20 updates for 20 steps: both sides learn as often as they act."""
+    trained = {"net": {"hidden": [256, 256], "activation": "relu"}, "optimizer": {"lr": 1e-3, "max_grad_norm": 1e6}}
+    config = {
+        "algorithm": algorithm,
+        "actor": trained,
+        "critic": trained,
+        "environment": {"id": "Pendulum-v1", "num_envs": 1, "steps_per_rollout": 20},
+        "replay": {"capacity": 50_000, "batch_size": 256, "warmup": 100},
+        "train": {"updates_per_step": 20},
+    }
+    learning = {"learning_rate": 1e-3, "buffer_size": 50_000, "batch_size": 256, "learning_starts": 100}
+    learning |= {"train_freq": 20, "gradient_steps": 20, **arguments}
+    return Method(config, sb3, learning, {"net_arch": [256, 256]}, steps, target=1.5)
+
+
+def dqn() -> Method:
+    """On CartPole with SB3's network, without double Q-learning, which SB3 has not."""
+    trained = {"net": {"hidden": [64, 64], "activation": "relu"}, "optimizer": {"lr": 1e-3, "max_grad_norm": 10.0}}
+    config = {
+        "algorithm": "dqn",
+        "dqn": {"double": False, "huber_delta": 1.0, "tau": 0.02},
+        "actor": trained,
+        "environment": {"id": "CartPole-v1", "num_envs": 1, "steps_per_rollout": 16},
+        "replay": {"capacity": 50_000, "batch_size": 64, "warmup": 100},
+        "train": {"updates_per_step": 16},
+    }
+    learning = {"learning_rate": 1e-3, "buffer_size": 50_000, "batch_size": 64, "learning_starts": 100, "train_freq": 16}
+    learning |= {"gradient_steps": 16, "target_update_interval": 1, "tau": 0.02, "max_grad_norm": 10.0}
+    return Method(config, "DQN", learning, {"net_arch": [64, 64]}, 1600, target=1.5)
+
+
 METHODS: dict[str, Method] = {
+    "sac": off_policy("sac", "SAC", 400),
+    "td3": off_policy("td3", "TD3", 400, action_noise=0.1),
+    "ddpg": off_policy("ddpg", "DDPG", 400, action_noise=0.1),
+    "dqn": dqn(),
     "ppo": Method(
         on_policy("ppo", 128, 2.5e-4, ppo={"gamma": 0.99}, train={"epochs": 4, "minibatches": 4}),
         "PPO",
@@ -94,14 +130,18 @@ def hybridflow_side(method: Method) -> Round:
 
 
 def sb3_side(method: Method) -> Round:
+    import numpy as np
     import stable_baselines3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
 
     torch.set_num_threads(1)
-    environments = make_vec_env(method.env, method.num_envs, seed=1)
+    environments, arguments = make_vec_env(method.env, method.num_envs, seed=1), dict(method.arguments)
+    if deviation := arguments.get("action_noise"):
+        arguments["action_noise"] = NormalActionNoise(np.zeros(1), np.full(1, deviation))
     model = getattr(stable_baselines3, method.sb3)(
-        "MlpPolicy", environments, policy_kwargs=method.policy, seed=1, device="cpu", **method.arguments
+        "MlpPolicy", environments, policy_kwargs=method.policy, seed=1, device="cpu", **arguments
     )
     return lambda steps: model.learn(steps, log_interval=10**9, reset_num_timesteps=False)
 
