@@ -108,9 +108,9 @@ METHODS: dict[str, Method] = {
         plain=True,
     ),
     "a2c": Method(
-        on_policy("ppo", 5, 7e-4, ppo={"gamma": 0.99, "lam": 1.0, "value_clip": 0.0}, loss={"kind": "reinforce"}),
+        on_policy("a2c", 5, 7e-4, a2c={"gamma": 0.99, "lam": 1.0, "entropy_coef": 0.0}),
         "A2C",
-        {"n_steps": 5, "learning_rate": 7e-4, "use_rms_prop": False, "normalize_advantage": True},
+        {"n_steps": 5, "learning_rate": 7e-4, "use_rms_prop": False},
         {"net_arch": [64, 64]},
         steps=5_120,
         target=1.0,

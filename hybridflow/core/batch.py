@@ -95,11 +95,14 @@ class Batch:
     def select(self, names: Iterable[str]) -> Batch:
         """Only these columns."""
         chosen = {name: self._column(name) for name in names}
-        if not chosen:
-            return Batch({}, len(self))
-        selected = Batch.__new__(Batch)  # without checks: what is in a batch has been checked
-        selected.columns, selected._num_rows = chosen, self._num_rows
-        return selected
+        return self._like(chosen, self._num_rows if chosen else len(self))
+
+    @staticmethod
+    def _like(columns: dict[str, Column], num_rows: int | None) -> Batch:
+        """A batch of columns that were those, or the same rows of those, of one batch: there is nothing to check."""
+        batch = Batch.__new__(Batch)
+        batch.columns, batch._num_rows = columns, num_rows
+        return batch
 
     def _column(self, name: str) -> Column:
         if name not in self.columns:
@@ -148,7 +151,7 @@ class Batch:
                 taken[name] = Lazy(column.parts, cut[id(column.places)])
             else:
                 taken[name] = column.rows(index) if isinstance(column, (Ragged, Traced)) else column[index]
-        return Batch(taken, len(index))
+        return self._like(taken, len(index))
 
     def repeat(self, count: int) -> Batch:
         """Every row ``count`` times, copies side by side."""

@@ -92,8 +92,9 @@ class Units:
         if self.kind == "step" and len(index) == len(self):
             return PulledSteps.of(units, values, index, device)
         if self.kind == "step":
-            pulled = np.flatnonzero(np.isin(self.rows.values, rows))
-            return PulledSteps.of(units, values, np.searchsorted(pulled, index), device)
+            if len(rows) < len(batch):
+                index = np.searchsorted(np.flatnonzero(np.isin(self.rows.values, rows)), index)
+            return PulledSteps.of(units, values, index, device)
         return Pulled(units, values, units.rows.like(np.searchsorted(rows, units.rows.values)))
 
 
