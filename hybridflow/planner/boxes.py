@@ -117,7 +117,7 @@ class Placement:
             self._try(self._guess(self.lo[0], self.hi[0]))
         while self._prune() and not self._late():
             first = int(np.argmin(self.bounds))
-            self._sharpen(self.hi[first])
+            self._sharpen(self.lo[first], self.hi[first])
             one = slice(first, first + 1)
             self.lo[one], self.hi[one] = self._clipped(self.lo[one], self.hi[one])
             now = float(self._bound(self.lo[one], self.hi[one])[0])
@@ -190,14 +190,20 @@ class Placement:
         self.bounds = np.concatenate([self.bounds[others], self._bound(lo, hi)])
         self.lo, self.hi = np.concatenate([self.lo[others], lo]), np.concatenate([self.hi[others], hi])
 
-    def _sharpen(self, devices: Indices) -> None:
-        """Work out what the pools can really do with so many devices: their bounds grow there and below."""
-        for pool, number in enumerate(devices):
+    def _sharpen(self, lo: Indices, hi: Indices) -> None:
+        """Work out what the pools can really do with the most devices of a box: their bounds grow there and below. Where
+        price counts, only with exactly so many: with fewer a step may take longer than is of interest otherwise."""
+        if self.prices is not None:
+            if (lo == hi).all():
+                for pool, number in enumerate(hi):
+                    least = self._front(pool, number, exact=True).seconds.min(axis=0, initial=inf)
+                    np.maximum(self.exactly[pool][number], least, out=self.exactly[pool][number])
+            return
+        for pool, number in enumerate(hi):
             if (pool, number, False) not in self.made:
                 front = self._front(pool, number)
                 least, used = front.seconds.min(axis=0, initial=inf), int(front.devices.max(initial=0))
-                if self.prices is None:
-                    self.steps[pool][used : number + 1] = used
+                self.steps[pool][used : number + 1] = used
                 np.maximum(self.atmost[pool][: number + 1], least, out=self.atmost[pool][: number + 1])
 
     def _front(self, pool: int, devices: int, exact: bool = False) -> Front:

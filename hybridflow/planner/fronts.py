@@ -147,11 +147,11 @@ class _Pool:
         later = [np.append(sum(fastest, np.zeros(self.stages)), 0.0)]  # of seconds and of bytes held
         for one in self.options[:0:-1]:
             later.append(later[-1] + one.costs[:, :-1].min(axis=0, initial=np.inf))
-        for options, layout, rest in zip(self.options, self.layouts, later[::-1], strict=False):
-            partial = self._join(partial, options.costs, layout, rest)
+        for number, (options, layout) in enumerate(zip(self.options, self.layouts, strict=True), 1):
+            partial = self._join(partial, options.costs, layout, later[-number], number == len(self.options))
         return partial
 
-    def _join(self, partial: _Partial, options: Array, layout: Indices, later: Array) -> _Partial:
+    def _join(self, partial: _Partial, options: Array, layout: Indices, later: Array, last: bool) -> _Partial:
         """Each way of the roles so far with each of the next role."""
         m, k = len(partial.costs), len(options)
         left, right = np.repeat(np.arange(m), k), np.tile(np.arange(k), m)
@@ -160,6 +160,9 @@ class _Pool:
         fits = costs[:, -2] + later[-1] + costs[:, -1] <= self.usable
         fits &= self.within.wants(costs[:, :-2] + later[:-1])
         costs, left, right = costs[fits], left[fits], right[fits]
+        if last:  # bytes don't matter any more, but for what they leave to samplers
+            costs[:, -1] = 0.0
+            costs[:, -2] *= bool(self.samplers)
         key = partial.key[left] * (layout.max(initial=0) + 1) + layout[right]
         kept = pareto(costs, key)
         picks = np.concatenate([partial.picks[left[kept]], right[kept, None]], axis=1)
@@ -208,16 +211,14 @@ class _Pool:
         """Seconds of weights on their way to the samplers, infinite if there is no way, and bytes that each shares."""
         total, shared = np.zeros(self.stages), []
         for sampler, strategy in zip(self.samplers, combo, strict=True):
-            role, training = self.ways.roles[sampler], None
             if self.beside[sampler]:
-                place = self.plain.index(role.weights_of)
+                place = self.plain.index(self.ways.roles[sampler].weights_of)
                 training = self.options[place].strategies[picks[place]]
-                seconds = self.ways.transition(sampler, training, strategy, self.kind)
-                shared.append(self.ways.cost.shared_bytes(role, training, strategy))
+                seconds, same = self.ways.beside(sampler, training, strategy, self.kind)
             else:
-                seconds = self.ways.publishing(sampler, strategy, self.kind)
-                shared.append(0.0)
-            total = total + (np.inf if seconds is None else seconds)
+                seconds, same = self.ways.publishing(sampler, strategy, self.kind), 0.0
+            total = total + seconds
+            shared.append(same)
         return total, shared
 
 

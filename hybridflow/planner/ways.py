@@ -75,6 +75,7 @@ class Ways:
         self._options: dict[tuple[str, int, int], Options] = {}
         self._generation: dict[tuple[str, int, int], list[Strategy]] = {}
         self._drawing: dict[tuple[str, int, Strategy, float], Array | None] = {}
+        self._beside: dict[tuple[str, int, int, int, str, Strategy, int], tuple[Array, float]] = {}
         self._fastest: dict[tuple[str, int, int, bool], Array] = {}
 
     def options(self, name: str, kind: int, devices: int) -> Options:
@@ -127,10 +128,19 @@ class Ways:
         """Of a sampler's weights to its pool, by stage."""
         return self._first(name, self.cost.publishing(self.roles[name], strategy, self.machines[kind]))
 
-    def transition(self, name: str, training: Strategy, generation: Strategy, kind: int) -> Array | None:
-        """Of a sampler's weights beside its learner, by stage; None if weights can't be cut from the one to the other."""
-        estimate = self.cost.transition(self.roles[name], training, generation, self.machines[kind])
-        return None if estimate is None else self._first(name, estimate)
+    def beside(self, name: str, training: Strategy, generation: Strategy, kind: int) -> tuple[Array, float]:
+        """Of a sampler's weights beside its learner: seconds by stage, infinite if they can't be cut from the one to the
+        other, and bytes that both share."""
+        key = name, training.pp, training.tp, training.dp, training.shard, generation, kind
+        if key not in self._beside:
+            role = self.roles[name]
+            estimate = self.cost.transition(role, training, generation, self.machines[kind])
+            if estimate is None:
+                self._beside[key] = np.full(self.num_stages, np.inf), 0.0
+            else:
+                shared = self.cost.shared_bytes(role, training, generation)
+                self._beside[key] = self._first(name, estimate), shared
+        return self._beside[key]
 
     def _first(self, sampler: str, estimate: Estimate) -> Array:
         """Weights come before a sampler's first task."""
