@@ -110,8 +110,8 @@ class Fake(CostModel):
     def usable_bytes(self, machine: Machine) -> float:
         return self.memory * machine.device.memory_bytes / 8e10
 
-    def seconds(
-        self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0, kv_cache: bool = True
+    def seconds(  # type: ignore[override]
+        self, task: Task, strategy: Strategy, machine: Machine, free_bytes: float = 0.0, *system: object
     ) -> Estimate | None:
         if task.role not in self.roles:
             return Estimate({"own": task.seconds})
