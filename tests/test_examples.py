@@ -38,3 +38,13 @@ def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str)
     assert last_evaluation(tmp_path / "run")["eval/score"] >= 475
     again = hybridflow("eval", tmp_path / "run", "--json")
     assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("sac", 250), ("td3", 400), ("ddpg", 300)])
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_pendulum(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str, steps: int) -> None:
+    """Shortened: an episode that hangs down costs about 1200, and the whole example reaches -170."""
+    example = EXAMPLES / f"{name}_pendulum.toml"
+    assert hybridflow("train", example, "--run_dir", tmp_path / "run", "--train.steps", str(steps)).code == 0
+    assert last_evaluation(tmp_path / "run")["eval/score"] > -300
