@@ -157,24 +157,31 @@ def joined(distributions: Sequence[Any]) -> Any:
     return type(first)(*(torch.cat(part) if isinstance(part[0], Tensor) else part[0] for part in parts))
 
 
+def _layers(x: Tensor, relu: bool, parameters: Sequence[Tensor], inputs: list[Tensor] | None = None) -> Tensor:
+    """Linear layers of ``parameters`` (weight, bias, weight, bias, ...); ``inputs`` gets what all but the first read."""
+    for layer in range(0, len(parameters) - 2, 2):
+        x = torch.addmm(parameters[layer + 1], x, parameters[layer].t())
+        if relu:
+            x.relu_()
+        else:
+            values = x.numpy()
+            np.tanh(values, out=values)
+        if inputs is not None:
+            inputs.append(x)
+    return torch.addmm(parameters[-1], x, parameters[-2].t())
+
+
 class _Layers(torch.autograd.Function):
     """Linear layers with tanh or relu between them, tanh on a CPU: numpy's takes an eighth of the time of torch's, and one
     node of the graph less than one for each operation. apply(x [B, I], relu, weight, bias, weight, bias, ...) -> [B, O]"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu: bool, *parameters: Tensor) -> Tensor:
-        weights, inputs = parameters[::2], [x]
-        for weight, bias in zip(weights[:-1], parameters[1:-2:2], strict=True):
-            x = torch.addmm(bias, x, weight.t())
-            if relu:
-                x.relu_()
-            else:
-                values = x.numpy()
-                np.tanh(values, out=values)
-            inputs.append(x)
+        inputs = [x]
+        out = _layers(x, relu, parameters, inputs)
         ctx.relu = relu
-        ctx.save_for_backward(*inputs, *weights)
-        return torch.addmm(parameters[-1], x, weights[-1].t())
+        ctx.save_for_backward(*inputs, *parameters[::2])
+        return out
 
     @staticmethod
     @once_differentiable
@@ -219,19 +226,23 @@ class MLP(nn.Module):
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     @cached_property
-    def _parameters_of_layers(self) -> list[tuple[Tensor, Tensor]]:
+    def _flat(self) -> list[Tensor]:
         # Reading attributes of modules takes longer than multiplying matrices of this size.
-        return [(layer.weight, layer.bias) for layer in self.layers]  # type: ignore[misc]
+        return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]  # type: ignore[misc]
+
+    @property
+    def device(self) -> torch.device:
+        return self._flat[0].device
 
     def forward(self, x: Tensor) -> Tensor:
-        layers = self._parameters_of_layers
-        relu = self.activation is torch.relu
+        parameters, relu = self._flat, self.activation is torch.relu
         if (relu or x.device.type == "cpu") and not self.twice_differentiable:
-            flat = itertools.chain.from_iterable(layers)
-            return cast(Tensor, _Layers.apply(x, relu, *flat))  # type: ignore[no-untyped-call]
-        for weight, bias in layers[:-1]:
-            x = self.activation(F.linear(x, weight, bias))
-        return F.linear(x, *layers[-1])
+            if not torch.is_grad_enabled():
+                return _layers(x, relu, parameters)
+            return cast(Tensor, _Layers.apply(x, relu, *parameters))  # type: ignore[no-untyped-call]
+        for layer in range(0, len(parameters) - 2, 2):
+            x = self.activation(F.linear(x, parameters[layer], parameters[layer + 1]))
+        return F.linear(x, parameters[-2], parameters[-1])
 
 
 class Features(nn.Module):
@@ -267,7 +278,7 @@ class Features(nn.Module):
         """[B, ...] observations -> [B, size]"""
         if self.num_classes:
             return F.one_hot(observations.long() - self.start, self.num_classes).float()
-        features = observations.reshape(len(observations), self.size).float()
+        features = observations.reshape(observations.shape[0], self.size).float()
         if self.normalise:
             scale = (self.squares / self.count + 1e-8).rsqrt()
             return ((features - self.mean.float()) * scale.float()).clip(-10, 10)
@@ -315,8 +326,7 @@ class ObservationNet(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.mlp.layers[0].bias.device  # type: ignore[assignment]
-        return device
+        return self.mlp.device
 
 
 class CategoricalPolicy(ObservationNet):
@@ -324,7 +334,7 @@ class CategoricalPolicy(ObservationNet):
 
     def distribution(self, observations: Tensor) -> Categorical:
         """Of the action at each observation [B, ...]."""
-        return Categorical(self(observations).log_softmax(-1))
+        return Categorical(self.forward(observations).log_softmax(-1))
 
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``log_probs`` and ``entropy``, [N] over the action steps."""
@@ -352,7 +362,7 @@ class GaussianPolicy(ObservationNet):
 
     def distribution(self, observations: Tensor) -> Gaussian:
         """Of the action at each observation [B, ...]."""
-        mean = self(observations).reshape(-1, *self.shape)
+        mean = self.forward(observations).reshape(-1, *self.shape)
         return Gaussian(mean, self.log_std.expand_as(mean))
 
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -368,7 +378,7 @@ class ValueNet(ObservationNet):
 
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` [N] over the action steps."""
-        return {"values": self(columns["observations"])[:, 0]}
+        return {"values": self.forward(columns["observations"])[:, 0]}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""

@@ -128,13 +128,14 @@ class EnvSampler:
         steps = _Steps(num_steps, self.spaces)
         drawn, epsilon = self._drawn(ids, steps)
         steps.at_random = self.slots.num_steps * self.config.num_envs < self.random_steps
+        any_at_random = bool(steps.at_random.any())
         for t in range(steps.width):
             self.context.breathe()
             live, where = steps.live(t)
             observations = self.slots.observations[where]
             distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
             actions = distribution.sample(drawn[where, t]).cpu().numpy()
-            if (at_random := steps.at_random[where]).any():
+            if any_at_random and (at_random := steps.at_random[where]).any():
                 actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
             steps.record(t, where, observations, actions, distribution)
             ended = self.slots.step(live, actions)
