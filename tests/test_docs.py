@@ -217,6 +217,25 @@ def test_the_commands_of_the_page_on_the_hybrid_engine_run(
     assert told["sampler/transition_received_bytes"] > 0
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_the_commands_of_the_planner_s_page_run(
+    hybridflow: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    real_model: Path,
+    ray_cluster: None,
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    pages = commands(ROOT / "docs" / "planner.md")
+    assert len(pages) > 8
+    for words in pages:
+        outcome = hybridflow(*(shortened(words) if words[1] == "train" else words)[1:])
+        assert outcome.code == 0, (words, outcome)
+    assert (tmp_path / "plan.html").is_file() and "tp" in (tmp_path / "planned.toml").read_text()
+
+
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "README.md").read_text()

@@ -102,8 +102,9 @@ class _DeepSpeedChat(_Zero3):
     reshard: Reshard = "gather_all"
     batch = 4
 
-    def offers(self, role: ModelRole, strategy: Strategy) -> bool:
-        return super().offers(role, strategy) and strategy.rows <= self.batch
+    def _variants(self, role: ModelRole, pp: int, tp: int, dp: int) -> list[Strategy]:
+        found = super()._variants(role, pp, tp, dp)
+        return [*dict.fromkeys(one._replace(rows=min(one.rows, self.batch)) for one in found)]
 
     def pools(self) -> list[list[str]]:
         return [[role.name for role in self.graph.roles]]

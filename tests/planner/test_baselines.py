@@ -61,6 +61,11 @@ def test_nemo_aligner_has_two_halves_and_generates_as_it_trains() -> None:
     assert not mapping.kv_cache
 
 
+def test_short_rows_go_in_small_batches_too() -> None:
+    short = GRAPH.with_lengths(8, 8)
+    assert all(mapped(short)["DeepSpeed-Chat"].strategies[name].rows <= 4 for name in ("learner", "frozen", "tutor"))
+
+
 def test_without_other_heads_nemo_aligner_has_one_pool() -> None:
     graph = TaskGraph((LEARNER, SAMPLER, FROZEN), (DRAW, SCORE, LEARN), GRAPH.edges[:2])
     [pool] = mapped(graph)["NeMo-Aligner"].pools
