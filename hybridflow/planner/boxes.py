@@ -115,8 +115,10 @@ class Placement:
     def _search(self) -> None:
         if len(self.lo):
             self._try(self._guess(self.lo[0], self.hi[0]))
-        while self._prune() and not self._late():
+        while len(self.bounds) and not self._late():
             first = int(np.argmin(self.bounds))
+            if self.bounds[first] >= self._enough():
+                break
             self._sharpen(self.lo[first], self.hi[first])
             one = slice(first, first + 1)
             self.lo[one], self.hi[one] = self._clipped(self.lo[one], self.hi[one])
@@ -168,15 +170,14 @@ class Placement:
         seconds = self.columns.seconds(slowest)
         return seconds if self.prices is None else seconds * (lo @ self.prices) / 3600
 
-    def _prune(self) -> bool:
-        """Whether boxes are left that could cost less."""
-        alive = self.bounds < min(self.limit, self.best.cost) * (1 - SLACK)
-        self.lo, self.hi, self.bounds = self.lo[alive], self.hi[alive], self.bounds[alive]
-        return bool(alive.any())
+    def _enough(self) -> float:
+        """What costs so much isn't looked for any more."""
+        return min(self.limit, self.best.cost) * (1 - SLACK)
 
     def _split(self) -> None:
         """Halve the widest side of the boxes with the least bounds."""
-        wide = np.flatnonzero((self.lo < self.hi).any(axis=1))
+        alive = self.bounds < self._enough()
+        wide = np.flatnonzero((self.lo < self.hi).any(axis=1) & alive)
         if len(wide) > AT_ONCE:
             wide = wide[np.argpartition(self.bounds[wide], AT_ONCE)[:AT_ONCE]]
         lo, hi, row = self.lo[wide], self.hi[wide], np.arange(len(wide))
@@ -185,10 +186,9 @@ class Placement:
         below, above = hi.copy(), lo.copy()
         below[row, side], above[row, side] = middle, middle + 1
         lo, hi = self._clipped(np.concatenate([lo, above]), np.concatenate([below, hi]))
-        others = np.ones(len(self.lo), bool)
-        others[wide] = False
-        self.bounds = np.concatenate([self.bounds[others], self._bound(lo, hi)])
-        self.lo, self.hi = np.concatenate([self.lo[others], lo]), np.concatenate([self.hi[others], hi])
+        alive[wide] = False
+        self.bounds = np.concatenate([self.bounds[alive], self._bound(lo, hi)])
+        self.lo, self.hi = np.concatenate([self.lo[alive], lo]), np.concatenate([self.hi[alive], hi])
 
     def _sharpen(self, lo: Indices, hi: Indices) -> None:
         """Work out what the pools can really do with the most devices of a box: their bounds grow there and below. Where
