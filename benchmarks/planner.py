@@ -52,12 +52,12 @@ BEST = "best of all"
 BOUNDS = {
     "compute": (0.2, 0.75),
     "decode_step_s": (7e-3, 13e-3),
-    "decode_row_s": (1e-5, 2e-4),
+    "decode_row_s": (4e-5, 8e-5),
     "call_s": (0.05, 2.0),
     "network": (0.2, 1.0),
     "copy": (5e8, 2e10),
 }
-"""What is plausible: of a decode step that of engines of the time"""
+"""What is plausible: of decode steps and rows that of engines of the time"""
 GUESS = Efficiency(0.5, 8e-3, 5.5e-5, 0.3, 0.8, 3.3e9)
 """where every fit starts"""
 TRANSITIONS_COUNT = 0.5

@@ -233,7 +233,7 @@ def test_the_commands_of_the_planner_s_page_run(
     for words in pages:
         outcome = hybridflow(*(shortened(words) if words[1] == "train" else words)[1:])
         assert outcome.code == 0, (words, outcome)
-    assert (tmp_path / "plan.html").is_file() and "tp" in (tmp_path / "planned.toml").read_text()
+    assert (tmp_path / "plan.html").is_file() and "[placement.pools]" in (tmp_path / "planned.toml").read_text()
 
 
 def test_the_readme_s_rewards_load(monkeypatch: pytest.MonkeyPatch) -> None:
