@@ -193,7 +193,7 @@ def _systems(picked: Picked) -> Told:
         devices = " | ".join(str(pool.devices) for pool in one.pools)
         rows.append((name, devices, f"{seconds:.4g}", f"{seconds / picked.result.best.seconds:.1f}", ""))
     note = (
-        "How they would run it at their best, by the same formulas, which say 0.8 to 1.9 times the published tokens/s "
+        "How they would run it at their best, by the same formulas, which say 0.9 to 2.1 times the published tokens/s "
         "of the first two, but a tenth to a quarter of the third's."
     )
     return Told("Other systems", note, rows, ("seconds", "speed-up"))

@@ -49,7 +49,7 @@ TOKENS = 4096
 class Efficiency:
     """What formulas can't know: shares of peaks that are reached, and seconds that a call takes besides. The first six are
     fitted (``calibrate``), the others are fixed. Defaults are those of the HybridFlow paper's A100 cluster, fitted to its
-    bars by ``python benchmarks/planner.py --fit 3``.
+    bars by ``python benchmarks/planner.py --fit 4``.
 
     ``compute``: of the peak of matrix products; ``decode_step_s`` and ``decode_row_s``: of a decode step and of each row in
     it; ``call_s``: of a remote call, or of an update; ``network``: of a machine's; ``copy``: bytes/s at which generation
@@ -59,12 +59,12 @@ class Efficiency:
     whether a cache has to fit. ``device``: whose kernels save activations.
     """
 
-    compute: float = 0.573
+    compute: float = 0.58
     decode_step_s: float = 7e-3
-    decode_row_s: float = 4.6e-5
-    call_s: float = 1.26
-    network: float = 0.541
-    copy: float = 3.95e9
+    decode_row_s: float = 4.7e-5
+    call_s: float = 1.47
+    network: float = 0.799
+    copy: float = 4.55e9
     bandwidth: float = 0.85
     link: float = 0.75
     launch_s: float = 1e-4
