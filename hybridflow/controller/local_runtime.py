@@ -62,8 +62,10 @@ class LocalRuntime(KeepsState):
         metrics.clear()
         if set(new.columns) != set(writes):
             raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(writes)}")
-        renamed = {role.rename.get(column, column): values for column, values in new.columns.items()}
-        out = Batch(renamed, len(new)).freeze()
+        out = new
+        if role.rename:
+            out = Batch({role.rename.get(column, column): values for column, values in new.columns.items()}, len(new))
+        out.freeze()
         return out if verb.rows == "new" else batch.with_columns(**out.columns)
 
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> Any:

@@ -14,7 +14,7 @@ operation returns a new one and copies no more than it must.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +40,13 @@ class Batch:
             known = (_known_rows(column) for column in self.columns.values())
             num_rows = next((rows for rows in known if rows is not None), None)
         self._num_rows = num_rows
-        self._check()
+        self._check(self.columns)
 
-    def _check(self) -> None:
+    def _check(self, new: Collection[str]) -> None:
         time_axis: tuple[str, Column] | None = None
         for name, column in self.columns.items():
-            _check_column(name, column, self._num_rows)
+            if name in new:
+                _check_column(name, column, self._num_rows)
             if FIELDS[name].axis == "time":
                 if time_axis and not _same_lengths(time_axis[1], column):
                     raise ContractError(f"columns {time_axis[0]!r} and {name!r} have different lengths on the time axis")
@@ -111,7 +112,11 @@ class Batch:
 
     def with_columns(self, **columns: Column) -> Batch:
         """These columns added or replaced."""
-        return Batch({**self.columns, **columns}, self._num_rows)
+        if self._num_rows is None:
+            return Batch({**self.columns, **columns})
+        batch = self._like({**self.columns, **columns}, self._num_rows)
+        batch._check(columns)
+        return batch
 
     def load(self) -> Batch:
         """The same batch with the values of every lazy column: waits for them, and pulls them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,14 @@ class _EnsembleLayers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, relu: bool, *parameters: Tensor) -> Tensor:
+        inputs, out = _EnsembleLayers.through(x, relu, parameters)
+        ctx.relu = relu
+        ctx.save_for_backward(*inputs, *parameters[::2])
+        return out
+
+    @staticmethod
+    def through(x: Tensor, relu: bool, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The inputs of all layers [E, N, inputs], and the output."""
         weights, biases = parameters[::2], parameters[1::2]
         x = x.expand(len(weights[0]), *x.shape)
         inputs = [x]
@@ -37,9 +46,7 @@ class _EnsembleLayers(torch.autograd.Function):
             x = torch.baddbmm(bias, x, weight)
             x = x.relu_() if relu else x.tanh_()
             inputs.append(x)
-        ctx.relu = relu
-        ctx.save_for_backward(*inputs, *weights)
-        return _product(x, weights[-1]) + biases[-1]
+        return inputs, _product(x, weights[-1]) + biases[-1]
 
     @staticmethod
     @once_differentiable
@@ -87,6 +94,8 @@ class EnsembleMLP(nn.Module):
         parts = [y for weight, bias in self._layers for y in (weight, bias.view(len(weight), 1, -1))]
         if members is not None:
             parts = [y[:members] for y in parts]
+        if not torch.is_grad_enabled():
+            return _EnsembleLayers.through(x, self.relu, parts)[1]
         values: Tensor = _EnsembleLayers.apply(x, self.relu, *parts)  # type: ignore[no-untyped-call]
         return values
 
