@@ -464,8 +464,18 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
     for name in ("actor", "critic"):
         if getattr(config, name).net.normalise and replays:
             yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
+    yield from _exploration_conflicts(config)
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
         yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
+
+
+def _exploration_conflicts(config: RunConfig) -> Iterator[str]:
+    """Discrete actions are explored by chance, continuous ones by noise."""
+    noisy, default = config.algorithm in ("td3", "ddpg"), ExplorationConfig()
+    for name in ("epsilon_start", "epsilon_end", "epsilon_decay_steps") if noisy else ("noise",):
+        if getattr(config.exploration, name) != getattr(default, name):
+            how = "exploration.noise" if noisy else "exploration.epsilon_start and its like"
+            yield f"exploration.{name}: {config.algorithm} has no use for it and explores by {how}; leave it out"
 
 
 def _section_conflicts(config: RunConfig) -> Iterator[str]:

@@ -123,6 +123,8 @@ class Learner(Shelved):
         for name, network in self.networks.items():
             network.requires_grad_(False) if name not in self.optimizers else None
         self._observed: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._num_places = 0
+        """steps of the batch that is learned from, whoever chose them"""
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory
