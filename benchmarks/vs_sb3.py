@@ -9,7 +9,8 @@ side is a process of its own; they take turns round by round, so a loaded machin
 steps with all that is learned from them; the first round is a warm-up, a number is the median of the others.
 
 "plain" is a loop with the hyperparameters that CleanRL publishes for PPO (clipped value loss, advantages normalised in each
-minibatch, one optimizer with eps 1e-5), written for this comparison: what a user who wants no framework would run.
+minibatch, one optimizer with eps 1e-5; no entropy bonus, as on the other sides), written for this comparison: what a user
+who wants no framework would run.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class PlainPPO:
         value = self.critic(seen)[:, 0]
         near = before + (value - before).clamp(-clip, clip)
         error = 0.5 * torch.max((value - target) ** 2, (near - target) ** 2).mean()
-        loss = surrogate - 0.01 * policy.entropy().mean() + 0.5 * error
+        loss = surrogate + 0.5 * error
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 0.5)

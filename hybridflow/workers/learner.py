@@ -392,9 +392,10 @@ class Learner(Shelved):
             self._check_finite(norm, f"gradient norm of {loss.name}", samples)
         for name, optimizer in trained.items():
             prefix = "" if name == self.main else f"{name}_"
-            self._stepped |= not prefix and norms[name] > 0 and optimizer.learning_rate > 0
+            rate = optimizer.learning_rate
+            self._stepped |= not prefix and norms[name] > 0 and rate > 0
             self.context.metrics.add(f"{prefix}grad_norm", norms[name])
-            self.context.metrics.add(f"{prefix}learning_rate", optimizer.learning_rate)
+            self.context.metrics.add(f"{prefix}learning_rate", rate)
             optimizer.step()
 
     def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
