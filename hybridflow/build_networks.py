@@ -15,6 +15,7 @@ from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
+from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import make_policy, make_q, make_table, make_value
 from hybridflow.workers.learner import Trained
 
@@ -71,7 +72,9 @@ def _copies(names: tuple[str, ...], make: Callable[[], nn.Module]) -> Built:
 
 
 def _policy(spaces: Spaces, config: RunConfig) -> Built:
-    return {"policy": make_policy(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
+    several = type(spaces[1]).__name__ == "MultiDiscrete"
+    make: Callable[..., nn.Module] = MultiCategoricalPolicy if several else make_policy
+    return {"policy": make(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
 
 
 def _q(spaces: Spaces, config: RunConfig) -> nn.Module:

@@ -114,7 +114,8 @@ def entry_types(spaces: tuple[Space[Any], Space[Any]]) -> dict[str, np.dtype[Any
     """
     seen, done = spaces
     observation = np.dtype((seen.dtype, seen.shape or ()))
-    action = np.dtype((np.int64 if type(done).__name__ == "Discrete" else np.float32, done.shape or ()))
+    discrete = type(done).__name__ in ("Discrete", "MultiDiscrete")
+    action = np.dtype((np.int64 if discrete else np.float32, done.shape or ()))
     return {"observations": observation, "actions": action, "final_observations": observation}
 
 
@@ -183,6 +184,8 @@ def _native(space: Any) -> Callable[[Array], Any]:
     if type(space).__name__ == "Discrete":
         start = int(space.start)
         return lambda action: start + int(action)
+    if type(space).__name__ == "MultiDiscrete":
+        return lambda action: space.start + action
     return lambda action: np.clip(action, space.low, space.high).astype(space.dtype)
 
 

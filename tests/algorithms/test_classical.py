@@ -79,5 +79,6 @@ def test_reinforce_has_a_critic_only_where_it_needs_one() -> None:
 
 def test_trpo_stays_within_its_region() -> None:
     steps = steps_of(with_keys(CARTPOLE, algorithm="trpo", ppo=None, trpo={"max_kl": 0.005}, train__steps=6), 6)
-    assert all(0 < step.metrics["actor/policy_kl"] <= 0.005 * (1 + 1e-5) for step in steps)
-    assert {step.metrics["actor/step_scale"] for step in steps} <= {0.5**number for number in range(10)}
+    moved = [step.metrics["actor/policy_kl"] for step in steps]
+    assert max(moved) > 0 and all(kl <= 0.005 * (1 + 1e-5) for kl in moved)
+    assert {step.metrics["actor/step_scale"] for step in steps} <= {0.0, *(0.5**number for number in range(10))}
