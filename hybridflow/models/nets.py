@@ -426,7 +426,8 @@ def make_policy(
     """A policy for the spaces (Gymnasium's); DataError if one of them is not supported."""
     if _kind(action_space) == "Box":
         return GaussianPolicy(observation_space, action_space.shape, config, generator)
-    return CategoricalPolicy(observation_space, _num_actions(action_space, "Box, Discrete and MultiDiscrete"), 0.01, config, generator)
+    number = _num_actions(action_space, "Box, Discrete and MultiDiscrete")
+    return CategoricalPolicy(observation_space, number, 0.01, config, generator)
 
 
 def make_value(observation_space: Space[Any], config: NetConfig, generator: torch.Generator) -> ValueNet:

@@ -26,7 +26,9 @@ class Digits(gymnasium.Env):
 
     def _show(self):
         self.digits = [int(self.np_random.integers(size)) for size in SIZES]
-        return np.concatenate([np.eye(size)[digit] for size, digit in zip(SIZES, self.digits, strict=True)]).astype(np.float32)
+        return np.concatenate([np.eye(size)[digit] for size, digit in zip(SIZES, self.digits, strict=True)]).astype(
+            np.float32
+        )
 
     def step(self, action):
         assert self.action_space.contains(action)
