@@ -1,7 +1,7 @@
 """Measuring this machine: what its cores or its GPU multiply and read, and what two processes send each other.
 
     each of ROUNDS:   products by dtype and threads, a big weight read by few rows, a tiny decoder
-                      two processes: a large all-reduce, a small one                        ──> medians ──> Probe
+                      two processes: a large all-reduce, a small one, both read             ──> medians ──> Probe
 
 Everything goes the ways that models go: products through ``ops.linear``, weights packed as the rollout engine packs them,
 collectives over gloo (NCCL between GPUs). Under a minute on two cores.
@@ -53,8 +53,9 @@ def measure(rounds: int = ROUNDS) -> Probe:
     with torch.inference_mode():
         for _ in range(rounds):
             _round(rates, device, threads)
-    link, latency_s = pair_rates(machine, rounds)
+    link, latency_s, read = pair_rates(machine, rounds)
     found = {key: statistics.median(values) for key, values in rates.items()}
+    found["read", threads[-1]] = max(found["read", threads[-1]], read)  # of one process, or of two side by side
     return Probe(
         machine,
         flops={_name(dtype): {n: found[dtype, n] for n in threads} for dtype in DTYPES},
@@ -141,8 +142,9 @@ def _name(dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------- two processes
 
 
-def pair_rates(machine: Fingerprint, rounds: int) -> tuple[float, float]:
-    """(bytes/s that each of two processes sends in a large all-reduce, seconds of a message in a small one).
+def pair_rates(machine: Fingerprint, rounds: int) -> tuple[float, float, float]:
+    """(bytes/s that each of two processes sends in a large all-reduce, seconds of a message in a small one, bytes/s of
+    weights that both together read at the same time; 0 of GPUs, which don't share their memory).
 
     A machine with one GPU has no two that could talk: the copy from the host to it stands for that.
     """
@@ -161,8 +163,9 @@ def pair_rates(machine: Fingerprint, rounds: int) -> tuple[float, float]:
             for peer in peers:
                 peer.kill()
             raise ResourceError("probe: two processes could not meet over gloo on this machine; see the errors above")
-        link, latency_s = results.get(timeout=PEER_S)
-    return float(link), float(latency_s)
+        found = [results.get(timeout=PEER_S) for _ in peers]
+    (link, latency_s, _), read = found[0], 0.0 if machine.gpus else sum(one[2] for one in found)
+    return float(link), float(latency_s), float(read)
 
 
 def _peer(rank: int, store: str, gpus: bool, threads: int, rounds: int, results: Any) -> None:
@@ -172,13 +175,14 @@ def _peer(rank: int, store: str, gpus: bool, threads: int, rounds: int, results:
     backend, device = ("nccl", torch.device("cuda", rank)) if gpus else ("gloo", torch.device("cpu"))
     dist.init_process_group(backend, store=FileStore(store, 2), rank=rank, world_size=2)
     large, small = torch.ones(LARGE_BYTES // 4, device=device), torch.ones(16, device=device)
-    times: dict[str, list[float]] = {"large": [], "small": []}
+    times: Rates = {"large": [], "small": [], "read": []}
     for _ in range(rounds + 1):  # the first doesn't count
         times["large"].append(_together(large, 3, device) / 3)
         times["small"].append(_together(small, 50, device) / 50)
-    if rank == 0:
-        large_s, small_s = (statistics.median(values[1:]) for values in times.values())
-        results.put((large.nbytes / max(large_s - small_s, 1e-9), small_s / 2))
+        dist.barrier()
+        times["read"].append(read_rate(device))
+    large_s, small_s, read = (statistics.median(values[1:]) for values in times.values())
+    results.put((large.nbytes / max(large_s - small_s, 1e-9), small_s / 2, read))
     dist.destroy_process_group()
 
 
@@ -188,9 +192,9 @@ def _together(values: torch.Tensor, number: int, device: torch.device) -> float:
     return _finished(lambda: [dist.all_reduce(values) for _ in range(number)], device)
 
 
-def _host_link(device: torch.device, rounds: int) -> tuple[float, float]:
+def _host_link(device: torch.device, rounds: int) -> tuple[float, float, float]:
     here = torch.ones(LARGE_BYTES // 4, pin_memory=True)
     small = torch.ones(16, pin_memory=True)
     large_s = statistics.median(_seconds(partial(here.to, device), device) for _ in range(rounds))
     small_s = statistics.median(_seconds(partial(small.to, device), device) for _ in range(rounds))
-    return here.nbytes / large_s, small_s
+    return here.nbytes / large_s, small_s, 0.0
