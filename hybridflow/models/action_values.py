@@ -169,9 +169,8 @@ class DuellingMLP(nn.Module):
         return values.flatten(1)
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """Those of the advantages."""
-        return self.advantage.layers
+    def device(self) -> torch.device:
+        return self.advantage.device
 
 
 class CategoricalQNet(QNet):
