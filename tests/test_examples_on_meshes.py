@@ -20,7 +20,7 @@ from hybridflow.launch import train
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-OF_TEXT = sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.toml") if "cartpole" not in path.stem)
+OF_TEXT = sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.toml") if "[data]" in path.read_text())
 SMALL = ("--train.steps", "2", "--train.prompts_per_step", "10", "--evaluation.limit", "4")
 
 

@@ -31,9 +31,9 @@ class LinkedActor:
         out: Batch = self.sampler.rollout(batch, *params)
         return out
 
-    def update(self, batch: Batch, *losses: Fn) -> Batch:
+    def update(self, batch: Batch, loss: Fn, /, *others: Fn) -> Batch:
         self._stale = True
-        out: Batch = self.learner.update(batch, *losses)
+        out: Batch = self.learner.update(batch, loss, *others)
         return out
 
     def blend(self, source: str, target: str, weight: float) -> None:

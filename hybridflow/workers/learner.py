@@ -182,9 +182,10 @@ class Learner(Shelved):
         return nullcontext() if self.fsdp is None else self.fsdp.reading()
 
     @remote(VIEW, reads=lambda args: ("sample_id", *_inputs(args)), kind="train")
-    def update(self, batch: Batch, /, *losses: Fn) -> Batch:
-        """One update: ``epochs x minibatches`` optimizer steps on each of the ``losses``, in their order. Rows without an
+    def update(self, batch: Batch, loss: Fn, /, *others: Fn) -> Batch:
+        """One update: ``epochs x minibatches`` optimizer steps on each of the losses, in their order. Rows without an
         action step have no part."""
+        losses = (loss, *others)
         dealt_by = batch.select(name for name in ("sample_id", "response_mask", "group_id") if name in batch)
         if (loaded := dealt_by.load()) is not dealt_by:
             batch = batch.with_columns(**loaded.columns)

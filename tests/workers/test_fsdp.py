@@ -74,7 +74,7 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
         first = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
     case.update(one)
     assert one.offload() > 0 and one.onload("update") > 0
-    forwards = [most for _, _, most in one._deal(Units.of(data(case.rows), "row"), 0)]
+    forwards = [most for _, _, most in one._deal(Units.of(data(case.rows), "row"), 0, one.plan.minibatches)]
     for line in (lines.shard, lines.replicate):
         line.traffic.clear()
     case.update(one)
