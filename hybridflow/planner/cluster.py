@@ -106,28 +106,28 @@ def _part(text: str) -> tuple[int, Machine]:
     size, at, cost = size.partition("@")
     if not colon or not kind:
         raise ConfigError([f"{text!r} is no machines; expected {FORM}"])
-    number, devices = _numbers(text, size)
+    number, devices = _numbers(size)
     machine = _named(kind, devices)
     if kind == HERE and number > 1:
         raise ConfigError([f"{text!r}: here is one machine; write here:1x{devices}, or describe several in a TOML file"])
-    price = _price(text, cost) if at else 0.0
+    price = _price(cost) if at else 0.0
     return number, replace(machine, devices=devices, device=replace(machine.device, price=price))
 
 
-def _numbers(text: str, size: str) -> tuple[int, int]:
+def _numbers(size: str) -> tuple[int, int]:
     found = size.lower().split("x")
     if len(found) != 2 or not all(re.fullmatch(r"\d+", part) and int(part) for part in found):
-        raise ConfigError([f"{text!r}: {size!r} is no size; expected MACHINESxDEVICES, whole numbers from 1 on, like 16x8"])
+        raise ConfigError([f"{size!r} is no size; expected MACHINESxDEVICES, whole numbers from 1 on, like 16x8"])
     return int(found[0]), int(found[1])
 
 
-def _price(text: str, cost: str) -> float:
+def _price(cost: str) -> float:
     try:
         price = float(cost)
     except ValueError:
         price = math.nan
     if not 0 <= price < math.inf:
-        raise ConfigError([f"{text!r}: {cost!r} is no price; expected what a device costs an hour, like @1.5"])
+        raise ConfigError([f"{cost!r} is no price; expected what a device costs an hour, like @1.5"])
     return price
 
 
