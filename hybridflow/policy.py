@@ -20,7 +20,7 @@ __all__ = ["Policy"]
 
 @dataclass(frozen=True)
 class Policy:
-    """``network`` acts in ``environment``; its ``spaces`` are those of observations and actions; ``config`` is its run's."""
+    """``network`` acts in ``environment``, which has ``spaces`` of observations and actions; ``config`` is its run's."""
 
     network: Any
     environment: EnvironmentConfig
