@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hybridflow.models.continuous import Bounds
-from hybridflow.models.nets import MLP, Features, NetConfig, QNet
+from hybridflow.models.features import Features
+from hybridflow.models.layers import MLP
+from hybridflow.models.nets import NetConfig, QNet
 
 if TYPE_CHECKING:
     from gymnasium import Space

@@ -10,33 +10,28 @@ Shapes: B observations, N action steps, K actions, A numbers in a continuous act
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
 from hybridflow.core.errors import DataError
+from hybridflow.models.features import Features, kind_of
+from hybridflow.models.layers import MLP
 
 if TYPE_CHECKING:
     from gymnasium import Space
 
 __all__ = [
-    "MLP",
     "Categorical",
     "CategoricalPolicy",
-    "Features",
     "Gaussian",
     "GaussianPolicy",
     "NetConfig",
@@ -155,147 +150,6 @@ def joined(distributions: Sequence[Any]) -> Any:
     parts = ([getattr(one, f.name) for one in distributions] for f in fields(first))
     # What is no tensor is the same for all of them.
     return type(first)(*(torch.cat(part) if isinstance(part[0], Tensor) else part[0] for part in parts))
-
-
-def _layers(x: Tensor, relu: bool, parameters: Sequence[Tensor], inputs: list[Tensor] | None = None) -> Tensor:
-    """Linear layers of ``parameters`` (weight, bias, weight, bias, ...); ``inputs`` gets what all but the first read."""
-    for layer in range(0, len(parameters) - 2, 2):
-        x = torch.addmm(parameters[layer + 1], x, parameters[layer].t())
-        if relu:
-            x.relu_()
-        else:
-            values = x.numpy()
-            np.tanh(values, out=values)
-        if inputs is not None:
-            inputs.append(x)
-    return torch.addmm(parameters[-1], x, parameters[-2].t())
-
-
-class _Layers(torch.autograd.Function):
-    """Linear layers with tanh or relu between them, tanh on a CPU: numpy's takes an eighth of the time of torch's, and one
-    node of the graph less than one for each operation. apply(x [B, I], relu, weight, bias, weight, bias, ...) -> [B, O]"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, relu: bool, *parameters: Tensor) -> Tensor:
-        inputs = [x]
-        out = _layers(x, relu, parameters, inputs)
-        ctx.relu = relu
-        ctx.save_for_backward(*inputs, *parameters[::2])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        out: list[Tensor | None] = []
-        for layer in reversed(range(len(weights))):
-            trained = needed[2 + 2 * layer]
-            out += [gradient.sum(0), gradient.t().mm(inputs[layer])] if trained else [None, None]
-            if layer:
-                gradient, x = gradient.mm(weights[layer]), inputs[layer]
-                aten = torch.ops.aten
-                gradient = aten.threshold_backward(gradient, x, 0) if ctx.relu else aten.tanh_backward(gradient, x)
-            elif needed[0]:
-                out.append(gradient.mm(weights[0]))
-        of_x = out.pop() if needed[0] else None
-        return (of_x, None, *reversed(out))
-
-
-class MLP(nn.Module):
-    """Linear layers of ``sizes`` with an activation between them: [B, sizes[0]] -> [B, sizes[-1]].
-
-    Orthogonal weights (Saxe et al. 2014) with gain sqrt(2), ``head_gain`` for the last layer, and biases of zero.
-    ``twice_differentiable``: gradients of gradients are wanted, which takes longer.
-    """
-
-    twice_differentiable = False
-
-    def __init__(
-        self, sizes: tuple[int, ...], activation: Literal["tanh", "relu"], head_gain: float, generator: torch.Generator
-    ) -> None:
-        super().__init__()
-        # From meta, so that torch's global generator is left alone.
-        self.layers = nn.ModuleList(
-            nn.Linear(i, o, device="meta").to_empty(device="cpu") for i, o in itertools.pairwise(sizes)
-        )
-        self.activation = torch.tanh if activation == "tanh" else torch.relu
-        for layer in self.layers:
-            gain = head_gain if layer is self.layers[-1] else math.sqrt(2)
-            nn.init.orthogonal_(layer.weight, gain, generator)  # type: ignore[arg-type]
-            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-
-    @cached_property
-    def _flat(self) -> list[Tensor]:
-        # Reading attributes of modules takes longer than multiplying matrices of this size.
-        return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]  # type: ignore[misc]
-
-    @property
-    def device(self) -> torch.device:
-        return self._flat[0].device
-
-    def forward(self, x: Tensor) -> Tensor:
-        parameters, relu = self._flat, self.activation is torch.relu
-        if (relu or x.device.type == "cpu") and not self.twice_differentiable:
-            if not torch.is_grad_enabled():
-                return _layers(x, relu, parameters)
-            return cast(Tensor, _Layers.apply(x, relu, *parameters))  # type: ignore[no-untyped-call]
-        for layer in range(0, len(parameters) - 2, 2):
-            x = self.activation(F.linear(x, parameters[layer], parameters[layer + 1]))
-        return F.linear(x, parameters[-2], parameters[-1])
-
-
-class Features(nn.Module):
-    """Observations of a space as numbers: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot.
-
-    With ``normalise``, boxes get mean 0 and deviation 1 by ``mean``, ``squares`` (of what is off the mean) and ``count`` of
-    what was ``observe``d, and are cut at 10 deviations. These are buffers: they are saved, exported and published.
-    """
-
-    mean: Tensor
-    squares: Tensor
-    count: Tensor
-
-    def __init__(self, space: Space[Any], normalise: bool = False) -> None:
-        super().__init__()
-        self.num_classes, self.start = 0, 0
-        kind = _kind(space)
-        if kind == "Discrete":
-            self.num_classes, self.start = int(space.n), int(space.start)
-            self.size = self.num_classes
-        elif kind == "Box":
-            self.size = math.prod(space.shape)
-        else:
-            hint = 'environment.wrappers = [{ name = "FlattenObservation" }] makes boxes of Dict and Tuple'
-            raise DataError(f"observation space {space}: not supported; supported are Box and Discrete; {hint}")
-        self.normalise = normalise and not self.num_classes
-        if self.normalise:  # the prior of Gymnasium: a little of mean 0 and deviation 1
-            self.register_buffer("mean", torch.zeros(self.size, dtype=torch.float64))
-            self.register_buffer("squares", torch.full((self.size,), 1e-4, dtype=torch.float64))
-            self.register_buffer("count", torch.full((), 1e-4, dtype=torch.float64))
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """[B, ...] observations -> [B, size]"""
-        if self.num_classes:
-            return F.one_hot(observations.long() - self.start, self.num_classes).float()
-        features = observations.reshape(observations.shape[0], self.size).float()
-        if self.normalise:
-            scale = (self.squares / self.count + 1e-8).rsqrt()
-            return ((features - self.mean.float()) * scale.float()).clip(-10, 10)
-        return features / 255 if observations.dtype == torch.uint8 else features
-
-    @torch.no_grad()
-    def observe(self, observations: Tensor, total: Callable[[Tensor], Tensor]) -> None:
-        """Take [N, ...] observations into account (Chan, Golub and LeVeque 1979). ``total`` sums a tensor over all that
-        have some of them."""
-        off = observations.reshape(len(observations), self.size).double() - self.mean
-        sums = total(torch.cat([off.sum(0), (off**2).sum(0), off.new_tensor([len(off)])]))
-        sums, squares, count = sums[: self.size], sums[self.size : -1], sums[-1]
-        if count > 0:
-            together = self.count + count
-            self.squares += squares - sums**2 / count * (1 - self.count / together)
-            self.mean += sums / together
-            self.count.copy_(together)
 
 
 class ObservationNet(nn.Module):
@@ -424,7 +278,7 @@ def make_policy(
     observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator
 ) -> CategoricalPolicy | GaussianPolicy:
     """A policy for the spaces (Gymnasium's); DataError if one of them is not supported."""
-    if _kind(action_space) == "Box":
+    if kind_of(action_space) == "Box":
         return GaussianPolicy(observation_space, action_space.shape, config, generator)
     number = _num_actions(action_space, "Box, Discrete and MultiDiscrete")
     return CategoricalPolicy(observation_space, number, 0.01, config, generator)
@@ -442,17 +296,12 @@ def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetC
 
 def make_table(observation_space: Space[Any], action_space: Space[Any]) -> QTable:
     """A table of action values for the spaces; DataError if one of them is not discrete."""
-    if _kind(observation_space) != "Discrete":
+    if kind_of(observation_space) != "Discrete":
         raise DataError(f"observation space {observation_space}: a table needs Discrete; use dqn")
     return QTable(int(observation_space.n), _num_actions(action_space, "Discrete"), int(observation_space.start))
 
 
-def _kind(space: Space[Any]) -> str:
-    """Name of the space's class: this module needs no gymnasium to be imported."""
-    return type(space).__name__
-
-
 def _num_actions(space: Space[Any], supported: str) -> int:
-    if _kind(space) != "Discrete":
+    if kind_of(space) != "Discrete":
         raise DataError(f"action space {space}: not supported here; supported are {supported}")
     return int(space.n)

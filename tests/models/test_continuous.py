@@ -13,7 +13,8 @@ from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.action_values import ActionValues, DiscreteActionValues, EnsembleMLP, Temperature
 from hybridflow.models.continuous import Bounds, Deterministic, DeterministicPolicy, Noisy, Squashed, SquashedGaussianPolicy
-from hybridflow.models.nets import MLP, NetConfig, joined
+from hybridflow.models.layers import MLP
+from hybridflow.models.nets import NetConfig, joined
 
 SEEN = spaces.Box(-1.0, 1.0, (3,), np.float32)
 DONE = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 10.0], np.float32))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
-from hybridflow.models.nets import MLP, Categorical, Gaussian, NetConfig, joined, make_policy, make_q, make_value
+from hybridflow.models.layers import MLP
+from hybridflow.models.nets import Categorical, Gaussian, NetConfig, joined, make_policy, make_q, make_value
 from hybridflow.workers.units import action_columns
 
 seen = partial(action_columns, device=torch.device("cpu"))

@@ -10,7 +10,8 @@ from torch import nn
 
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.action_values import CategoricalQNet, DuellingMLP
-from hybridflow.models.nets import MLP, NetConfig
+from hybridflow.models.layers import MLP
+from hybridflow.models.nets import NetConfig
 from hybridflow.ops.td import c51_loss
 
 SEEN = spaces.Box(-1.0, 1.0, (3,), np.float32)
