@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from hybridflow.build_networks import WEIGHTS, action_space, actor_networks, cri
 from hybridflow.config import RunConfig
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
+from hybridflow.core.errors import DataError
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
@@ -34,6 +36,10 @@ class EnvironmentParts:
     def __init__(self, config: RunConfig, environment: EnvironmentConfig, runtime: Runtime) -> None:
         self.config, self.environment, self.runtime = config, environment, runtime
         self.spaces = spaces_of(environment)
+        evaluated = environment.with_options(config.evaluation.options)
+        if evaluated != environment and (found := spaces_of(evaluated)) != self.spaces:
+            told = f"evaluation.options: with them the spaces are {found}, those of training are {self.spaces}"
+            raise DataError(f"{told}; expected the same, as the policy has to fit both")
         self._slots = rollout_source(environment)
 
     def describe(self) -> str:
@@ -98,8 +104,16 @@ class EnvironmentParts:
 
     def _evaluate(self) -> Evaluation:
         """Mean return of whole episodes under the greedy policy."""
-        returns = self.actor.sampler.evaluate(self.config.evaluation.limit)
-        return Evaluation(*mean_interval(returns), len(returns))
+        given = self.config.evaluation
+        played = self.actor.sampler.evaluate(given.limit, given.options)
+        returns = [episode.episode_return for episode in played]
+        others = {
+            "return_min": min(returns),
+            "return_max": max(returns),
+            "return_std": statistics.pstdev(returns),
+            "episode_length": statistics.fmean(episode.episode_length for episode in played),
+        }
+        return Evaluation(*mean_interval(returns), len(returns), others)
 
     def export(self, folder: Path) -> None:
         """Write the policy's weights; ``[actor] model`` reads such a folder."""

@@ -132,6 +132,7 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {OVERRIDE}", True)
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
+    evaluate.add_argument("--episodes", type=int, metavar="N", help="of an environment; default: evaluation.limit")
     evaluate.add_argument("--json", action="store_true")
     rank = command(
         "rank", _rank, f"make preference pairs: sample responses, score them, keep best and worst; {OVERRIDE}", True
@@ -290,7 +291,7 @@ def _train(options: Any) -> int:
 def _eval(options: Any) -> None:
     from hybridflow.commands.evaluate import evaluate
 
-    evaluate(options.source, options.overrides, options.json)
+    evaluate(options.source, options.overrides, options.json, options.episodes)
 
 
 def _rank(options: Any) -> None:

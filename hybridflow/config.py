@@ -198,6 +198,8 @@ class EvaluationConfig(Config):
     """0: greedy"""
     functions: tuple[str, ...] = ()
     """score with these functions instead of the reward: with what a reward model stands in for, or keep an eye on it"""
+    options: dict[str, Any] = Field({})
+    """episodes have these environment.options, over those of training: another period, level or time limit"""
 
 
 class CheckpointConfig(Config):
@@ -452,6 +454,8 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
     if config.evaluation.functions and (config.environment is not None or method.records == "pairs"):
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
+    if config.evaluation.options and config.environment is None:
+        yield "evaluation.options: they are for the [environment] of evaluations, and this run is on [data]; remove them"
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
     yield from _environment_conflicts(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CARTPOLE, REVERSE, Outcome, with_keys
+from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 
 from hybridflow.config import resolved, validate
 from hybridflow.core.errors import ConfigError
@@ -66,3 +66,47 @@ def test_mistakes_are_told(evaluated: Any, tmp_path: Path) -> None:
     for data in (with_keys(CARTPOLE), with_keys(REVERSE, **pairs)):
         with pytest.raises(ConfigError, match=r"evaluation\.functions: they score responses"):
             validate(with_keys(data, run_dir="x", evaluation=functions(tmp_path, "half")), "test")
+
+
+def test_episodes_of_an_environment_are_evaluated(hybridflow: Program, tmp_path: Path) -> None:
+    path = written(tmp_path, CARTPOLE)
+    run = tmp_path / "run"
+    untrained = hybridflow("eval", path, "--episodes", 4, "--json")
+    assert json.loads(untrained.out)["count"] == 4 and not run.exists()
+    assert hybridflow("train", path).code == 0
+    first = hybridflow("eval", run, "--episodes", 6, "--json")
+    record = json.loads(first.out)
+    assert record["count"] == 6 and record["low"] < record["score"] == record["episode_length"] < record["high"]
+    assert record["return_min"] <= record["score"] <= record["return_max"] and record["return_std"] > 0
+    assert json.loads((run / "result.json").read_text())["evaluation"] == record
+    assert hybridflow("eval", run, "--episodes", 6, "--json").out == first.out  # the same episodes
+    assert hybridflow("eval", run, "--episodes", 6, "--json", "--seed", 2).out != first.out  # others
+    line = hybridflow("eval", run, "--episodes", 6).out
+    assert line.startswith(f"mean return {record['score']:.3f}, 95 % confidence [") and "return min" in line
+    assert json.loads(hybridflow("eval", run, "--episodes", 1, "--json").out)["low"] is None
+    assert json.loads(hybridflow("eval", run, "--json").out)["count"] == 2  # evaluation.limit
+
+
+def test_evaluations_have_options_of_their_own(hybridflow: Program, tmp_path: Path) -> None:
+    short = with_keys(CARTPOLE, evaluation={"limit": 3, "options": {"max_episode_steps": 7}})
+    assert hybridflow("train", written(tmp_path, short)).code == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["eval/return_max"] == records[-1]["eval/episode_length"] == 7
+    assert max(record.get("episode_return/mean", 0) for record in records) > 7
+    other = with_keys(CARTPOLE, environment__id="FrozenLake-v1", evaluation={"options": {"map_name": "8x8"}})
+    (tmp_path / "other").mkdir()
+    told = hybridflow("train", written(tmp_path / "other", other))
+    assert told.code == 2 and "evaluation.options: with them the spaces are (Discrete(64)" in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+def test_what_has_no_episodes_or_no_model_says_so(hybridflow: Program, tmp_path: Path) -> None:
+    path = written(tmp_path, REVERSE)
+    assert "a run on [data] has no episodes" in hybridflow("eval", path, "--episodes", 3).err
+    told = hybridflow("eval", path, "--evaluation.options", "{ x = 1 }").err
+    assert "evaluation.options: they are for the [environment]" in told
+    assert "input should be greater than 0" in hybridflow("eval", written(tmp_path, CARTPOLE), "--episodes", 0).err
+    (tmp_path / "run").mkdir()
+    assert "not a run directory" in hybridflow("eval", tmp_path / "run").err
+    (tmp_path / "run" / "config.toml").touch()
+    assert "no exported model; give a run that has finished" in hybridflow("eval", tmp_path / "run").err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +13,20 @@ from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.config import apply_overrides, read_toml
 from hybridflow.core.errors import ModelError, UserError
+from hybridflow.telemetry.records import to_json
 from hybridflow.telemetry.result import write_result
+from hybridflow.telemetry.rundir import RunDirectory
 
 __all__ = ["evaluate", "run_config"]
 
 
-def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
-    """Score the model of a configuration, or what a run has trained, on held-out prompts or fresh episodes."""
+def evaluate(source: Path, overrides: Sequence[str], as_json: bool, episodes: int | None = None) -> None:
+    """Score the model of a configuration, or what a run has trained, on held-out prompts or ``episodes`` fresh episodes."""
+    if episodes is not None:
+        overrides = [*overrides, "--evaluation.limit", str(episodes)]
     config = run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
+    if episodes is not None and config.environment is None:
+        raise UserError(f"{source}: a run on [data] has no episodes; give --evaluation.limit, a number of prompts, instead")
     runtime = LocalRuntime()
     try:
         parts = make_parts(config, runtime)
@@ -36,17 +41,19 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool) -> None:
     if source.is_dir():
         write_result(source, {"evaluation": record})
     if as_json:
-        print(json.dumps(record))
+        print(to_json(record))
     else:
-        others = "".join(f", {name} {value:.3f}" for name, value in result.others.items())
-        print(f"score {result.score:.3f}, 95 % confidence [{result.low:.3f}, {result.high:.3f}], n {result.count}{others}")
+        score = "score" if config.environment is None else "mean return"
+        others = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in result.others.items())
+        interval = f"95 % confidence [{result.low:.3f}, {result.high:.3f}]"
+        print(f"{score} {result.score:.3f}, {interval}, n {result.count}{others}")
 
 
 def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own configuration, with the model that it exported."""
+    """The run's own configuration, with the model that it exported. CheckpointError: no run; ModelError: no model yet."""
+    data = read_toml(RunDirectory.open(run).config)
     if not (run / "model").is_dir():
         raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
-    data = read_toml(run / "config.toml")
     if (
         ALGORITHMS[data["algorithm"]].records == "pairs"
     ):  # the reference is the actor's first model; see PairParts.start_from

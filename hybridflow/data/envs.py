@@ -23,9 +23,19 @@ from hybridflow.core.seeding import derive
 if TYPE_CHECKING:
     from gymnasium import Env, Space
 
-__all__ = ["EnvironmentConfig", "Slot", "Transition", "entry_types", "make_environment", "rollout_source", "spaces_of"]
+__all__ = [
+    "EVALUATION",
+    "EnvironmentConfig",
+    "Slot",
+    "Transition",
+    "entry_types",
+    "make_environment",
+    "rollout_source",
+    "spaces_of",
+]
 
-
+EVALUATION = "eval-env"
+"""what episodes of evaluations are seeded for, besides the seed: they are none of those that are trained on"""
 KEEPS_STATISTICS = {"NormalizeObservation": "actor.net.normalise and critic.net.normalise", "NormalizeReward": "ClipReward"}
 
 
@@ -44,6 +54,10 @@ class EnvironmentConfig(Config):
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
     wrappers: tuple[dict[str, Any], ...] = ()
     """gymnasium.wrappers around it, from the inside: { name = "FrameStackObservation", stack_size = 4 }, ..."""
+
+    def with_options(self, options: Mapping[str, Any]) -> EnvironmentConfig:
+        """The same with further ``options``, which win over its own."""
+        return self.model_copy(update={"options": {**self.options, **options}})
 
 
 class Transition(NamedTuple):

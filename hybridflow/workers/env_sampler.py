@@ -26,16 +26,23 @@ from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
-from hybridflow.data.envs import EnvironmentConfig, entry_types, spaces_of
+from hybridflow.data.envs import EVALUATION, EnvironmentConfig, entry_types, spaces_of
 from hybridflow.data.slot_processes import make_slots
 from hybridflow.models.nets import joined
 
-__all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource"]
+__all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource", "Played"]
 
 PIECES_PER_SLOT = 10**9
 MAX_EVALUATION_STEPS = 10**6
 
 Ints = NDArray[np.int64]
+
+
+class Played(NamedTuple):
+    """A whole episode."""
+
+    episode_return: float
+    episode_length: int
 
 
 class NetworkSource(Protocol):
@@ -196,21 +203,24 @@ class EnvSampler:
 
     @control
     @torch.no_grad()
-    def evaluate(self, num_episodes: int) -> list[float]:
-        """Returns of whole episodes under the policy's mode, in fresh environments: episode i is always the same one.
+    def evaluate(self, num_episodes: int, options: Mapping[str, Any] | None = None) -> list[Played]:
+        """Whole episodes under the policy's mode, in fresh environments with these further ``options``: episode i is
+        always the same one, and none of those that are trained on.
 
         DataError if an episode doesn't end within 10^6 steps.
         """
-        slots, returns = make_slots(self.config, self.seed, self.spaces, "eval-env", restart=False), dict[int, float]()
+        config = self.config.with_options(options or {})
+        slots, played = make_slots(config, self.seed, self.spaces, EVALUATION, restart=False), dict[int, Played]()
         slots.open(range(num_episodes), {})
         live = list(range(num_episodes))
         try:
             for _ in range(MAX_EVALUATION_STEPS):
                 actions = self._distribution(slots.observations[live]).mode.cpu().numpy()
-                returns |= {end.place: end.episode_return for end in slots.step(live, actions)}
-                live = [index for index in live if index not in returns]
+                for end in slots.step(live, actions):
+                    played[end.place] = Played(end.episode_return, end.episode_length)
+                live = [index for index in live if index not in played]
                 if not live:
-                    return [returns[index] for index in range(num_episodes)]
+                    return [played[index] for index in range(num_episodes)]
         finally:
             slots.close()
         raise DataError(

@@ -83,14 +83,14 @@ def test_dqn_solves_a_chain_and_finds_its_values():
     actor = ActorOf(runtime)
     algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
     buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1, gamma=GAMMA)
-    assert np.mean(actor.sampler.evaluate(1)) == 0
+    assert actor.sampler.evaluate(1)[0].episode_return == 0
     for _ in range(250):
         buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
         for _ in range(4):
             batch = buffer.sample(0)
             if batch is not None:
                 learned = algorithm.learn(batch)
-    assert actor.sampler.evaluate(3) == [1.0, 1.0, 1.0]
+    assert [played.episode_return for played in actor.sampler.evaluate(3)] == [1.0, 1.0, 1.0]
     right = [GAMMA ** (4 - state) for state in range(5)]
     expected = torch.tensor([[GAMMA * right[0], right[state]] for state in range(5)])
     assert torch.allclose(q_table(runtime), expected, atol=0.05)

@@ -1,6 +1,7 @@
 import pickle
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -29,12 +30,14 @@ class Line(gymnasium.Env):
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Discrete(2)
+    seeds: ClassVar = []  # of all resets in this process
 
     def __init__(self, length=3, reward=1.0):
         self.length, self.reward = length, reward
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        Line.seeds.append(seed)
         self.start, self.steps = float(self.np_random.integers(1000)), 0
         return np.array([self.start, 0], np.float32), {}
 
@@ -244,10 +247,23 @@ def test_evaluate_plays_whole_episodes_and_disturbs_nothing():
     config = EnvironmentConfig(id="CartPole-v1", num_envs=2, steps_per_rollout=20)
     source = rollout_source(config)
     sampler, undisturbed = sampler_for(config), sampler_for(config)
-    returns = sampler.evaluate(5)
-    assert len(returns) == 5 and len(set(returns)) > 1 and returns == sampler.evaluate(5)
-    assert sampler.evaluate(2) == returns[:2]
+    played = sampler.evaluate(5)
+    assert len(played) == 5 and len(set(played)) > 1 and played == sampler.evaluate(5)
+    assert sampler.evaluate(2) == played[:2]
+    assert all(episode.episode_return == episode.episode_length for episode in played)  # a pole's reward is 1 a step
     assert_same(sampler.rollout(source), undisturbed.rollout(source))
+
+
+def test_evaluation_has_seeds_and_options_of_its_own():
+    sampler = sampler_for(line(num_envs=4))
+    Line.seeds.clear()
+    sampler.rollout(rollout_source(sampler.config))
+    trained = set(Line.seeds)
+    Line.seeds.clear()
+    assert {episode.episode_length for episode in sampler.evaluate(6)} == {3}
+    assert {episode.episode_length for episode in sampler.evaluate(6, {"length": 5})} == {5}
+    assert len(trained) > 4 and Line.seeds[:6] == Line.seeds[6:] and len(set(Line.seeds)) == 6
+    assert not trained & set(Line.seeds)
 
 
 def test_evaluate_refuses_to_wait_forever(monkeypatch):
