@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -133,10 +133,10 @@ def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
 
 def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Schedule]:
     train = config.train
-    if "replay" in ALGORITHMS[config.algorithm].reads:
-        method: Any = config.method
-        replay = Replay(config.replay, config.seed, method.gamma, train.steps * train.updates_per_step)
-        return replay, Synchronous(train.updates_per_step)
+    if config.replays:
+        method, draws = cast(Any, config.method), config.draws_per_update
+        replay = Replay(config.replay, config.seed, method.gamma, train.steps * train.updates_per_step, draws)
+        return replay, Synchronous(train.updates_per_step // draws)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)

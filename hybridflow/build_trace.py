@@ -51,9 +51,10 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
     given = ("environment", "slots") if config.environment is not None else ("data", ALGORITHMS[config.algorithm].records)
     first = parts.source(1)
     batch = algorithm.rollout(runtime.source(*given, first))
-    runtime.times = config.train.updates_per_step
-    if "replay" in ALGORITHMS[config.algorithm].reads:
-        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, config.replay.batch_size)
+    if config.replays:
+        draws = config.draws_per_update
+        runtime.times = config.train.updates_per_step // draws
+        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, draws * config.replay.batch_size)
     algorithm.learn(batch)
     _place(runtime, config)
     return runtime, first

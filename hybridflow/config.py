@@ -50,6 +50,10 @@ from hybridflow.workers.zero import ShardMode
 __all__ = ["RunConfig", "load_config", "resolved", "section_of", "validate"]
 
 
+MAX_DRAWN = 8192
+"""transitions of one learning call: more save no time, and of images take memory"""
+
+
 class FreshModel(Config):
     """Sizes of a decoder that starts from random weights."""
 
@@ -184,7 +188,7 @@ class TrainConfig(Config):
     max_refills: int = Field(0, ge=0)
     """dynamic sampling (DAPO): further rollouts replace groups with equal scores, at most so many a step; 0: they stay"""
     updates_per_step: int = Field(1, gt=0)
-    """learning calls for each rollout; above 1 only with a replay buffer"""
+    """minibatches learned from for each rollout; above 1 only with a replay buffer"""
 
 
 class EvaluationConfig(Config):
@@ -400,12 +404,28 @@ class RunConfig(Config):
         """What the ``token_budget`` of a section comes to."""
         return model.token_budget or self.train.token_budget
 
+    @property
+    def replays(self) -> bool:
+        """Whether it learns from a replay buffer."""
+        return "replay" in ALGORITHMS[self.algorithm].reads
+
+    @property
+    def draws_per_update(self) -> int:
+        """Draws of the replay buffer that are learned from in one call, a minibatch each: those of a step, as far as they
+        are ``MAX_DRAWN`` transitions; one where what is learned changes what is drawn."""
+        number, size = self.train.updates_per_step, self.replay.batch_size
+        most = 1 if self.replay.priority else max(1, MAX_DRAWN // size)
+        return next(draws for draws in range(min(most, number), 0, -1) if number % draws == 0)
+
     def learner_args(self, model: TrainedConfig) -> dict[str, Any]:
         """Arguments of the learner of ``model``; its learning rate schedule spans the whole run."""
         train = self.train
+        plan = UpdatePlan(train.minibatches, train.epochs, self.token_budget_of(model))
+        if self.replays:
+            plan = replace(plan, minibatches=self.draws_per_update, drawn=self.replay.batch_size)
         return {
             "optimizer": model.optimizer,
-            "plan": UpdatePlan(train.minibatches, train.epochs, self.token_budget_of(model)),
+            "plan": plan,
             "total_steps": train.steps * train.updates_per_step * train.minibatches * train.epochs,
             "seed": self.seed,
             "shard": model.mesh.shard,
@@ -459,14 +479,16 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
     yield from _environment_conflicts(config)
-    if config.train.updates_per_step > 1 and "replay" not in method.reads:
+    if config.train.updates_per_step > 1 and not config.replays:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
+    if config.replays and (config.train.epochs > 1 or config.train.minibatches > 1):
+        yield f"train.epochs, train.minibatches: {config.algorithm} replays samples; use train.updates_per_step"
 
 
 def _environment_conflicts(config: RunConfig) -> Iterator[str]:
-    replays, environment = "replay" in ALGORITHMS[config.algorithm].reads, config.environment
+    environment = config.environment
     for name in ("actor", "critic"):
-        if getattr(config, name).net.normalise and replays:
+        if getattr(config, name).net.normalise and config.replays:
             yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
     yield from _exploration_conflicts(config)
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:

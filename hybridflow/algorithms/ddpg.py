@@ -4,8 +4,9 @@ from pydantic import Field
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Algorithm, BlendingActor
+from hybridflow.core.roles import Actor, Algorithm
 from hybridflow.ops.actor_critic import deterministic_policy_loss, td3_critic_loss
+from hybridflow.ops.td import follow
 
 __all__ = ["DDPG", "DDPGConfig"]
 
@@ -22,16 +23,14 @@ class DDPGConfig(Config):
 class DDPG(Algorithm):
     """Collect transitions with noise; learn critic and policy from replayed ones."""
 
-    def __init__(self, config: DDPGConfig, actor: BlendingActor) -> None:
-        self.config, self.actor = config, actor
+    def __init__(self, config: DDPGConfig, actor: Actor) -> None:
+        self.actor = actor
         self.critic_loss = td3_critic_loss.bind(smoothing=0.0, smoothing_clip=1.0)
         self.policy_loss = deterministic_policy_loss.bind()
+        self.follow = follow.bind(targets={"target_policy": "policy", "target_critic": "critic"}, tau=config.tau)
 
     def rollout(self, source: Batch, /) -> Batch:
         return self.actor.rollout(source)
 
     def learn(self, batch: Batch, /) -> Batch:
-        batch = self.actor.update(batch, self.critic_loss, self.policy_loss)
-        for name in ("policy", "critic"):
-            self.actor.blend(name, f"target_{name}", self.config.tau)
-        return batch
+        return self.actor.update(batch, self.critic_loss, self.policy_loss, self.follow)

@@ -2,15 +2,15 @@
 2016) and categorical values (C51, Bellemare et al. 2017); n-step returns and priorities are the replay buffer's.
 """
 
-from collections.abc import Mapping
-from typing import Any, Self
+from dataclasses import replace
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Algorithm, BlendingActor
-from hybridflow.ops.td import c51_loss, dqn_loss
+from hybridflow.core.roles import Actor, Algorithm
+from hybridflow.ops.td import c51_loss, dqn_loss, follow
 
 __all__ = ["DQN", "DQNConfig"]
 
@@ -54,24 +54,14 @@ class DQNConfig(Config):
 class DQN(Algorithm):
     """Collect transitions, learn from replayed ones, let the target network follow."""
 
-    def __init__(self, config: DQNConfig, actor: BlendingActor) -> None:
-        self.config, self.actor = config, actor
+    def __init__(self, config: DQNConfig, actor: Actor) -> None:
+        self.actor = actor
         squared = dqn_loss.bind(double=config.double, huber_delta=config.huber_delta)
         self.loss = squared if config.atoms is None else c51_loss.bind(double=config.double)
-        self.num_updates = 0
+        self.follow = replace(follow.bind(targets={"target": "q"}, tau=config.tau), every=config.target_update_every)
 
     def rollout(self, source: Batch, /) -> Batch:
         return self.actor.rollout(source)
 
     def learn(self, batch: Batch, /) -> Batch:
-        batch = self.actor.update(batch, self.loss)
-        self.num_updates += 1
-        if self.num_updates % self.config.target_update_every == 0:
-            self.actor.blend("q", "target", self.config.tau)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self.num_updates = state["num_updates"]
+        return self.actor.update(batch, self.loss, self.follow)

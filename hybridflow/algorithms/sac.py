@@ -6,13 +6,14 @@ from pydantic import Field
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import ActionSpace, Algorithm, BlendingActor
+from hybridflow.core.roles import ActionSpace, Actor, Algorithm
 from hybridflow.ops.actor_critic import (
     discrete_sac_critic_loss,
     discrete_sac_policy_loss,
     sac_critic_loss,
     sac_policy_loss,
 )
+from hybridflow.ops.td import follow
 
 __all__ = ["SAC", "SACConfig"]
 
@@ -35,19 +36,18 @@ class SACConfig(Config):
 class SAC(Algorithm):
     """Collect transitions; learn critics, policy and temperature from replayed ones."""
 
-    def __init__(self, config: SACConfig, actor: BlendingActor, action_space: ActionSpace) -> None:
-        self.config, self.actor = config, actor
+    def __init__(self, config: SACConfig, actor: Actor, action_space: ActionSpace) -> None:
+        self.actor = actor
         discrete = action_space.discrete
         automatic = 0.98 * math.log(action_space.size) if discrete else -float(action_space.size)
         target = automatic if config.target_entropy is None else config.target_entropy
         policy_loss = discrete_sac_policy_loss if discrete else sac_policy_loss
         self.critic_loss = (discrete_sac_critic_loss if discrete else sac_critic_loss).bind()
         self.policy_loss = policy_loss.bind(target_entropy=target if config.adapt else None)
+        self.follow = follow.bind(targets={"target_critic": "critic"}, tau=config.tau)
 
     def rollout(self, source: Batch, /) -> Batch:
         return self.actor.rollout(source)
 
     def learn(self, batch: Batch, /) -> Batch:
-        batch = self.actor.update(batch, self.critic_loss, self.policy_loss)
-        self.actor.blend("critic", "target_critic", self.config.tau)
-        return batch
+        return self.actor.update(batch, self.critic_loss, self.policy_loss, self.follow)

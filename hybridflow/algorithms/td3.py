@@ -1,14 +1,14 @@
 """Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018)."""
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from pydantic import Field
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Algorithm, BlendingActor
+from hybridflow.core.roles import Actor, Algorithm
 from hybridflow.ops.actor_critic import deterministic_policy_loss, td3_critic_loss
+from hybridflow.ops.td import follow
 
 __all__ = ["TD3", "TD3Config"]
 
@@ -31,25 +31,14 @@ class TD3Config(Config):
 class TD3(Algorithm):
     """Collect transitions with noise; learn twin critics from replayed ones, and the policy less often."""
 
-    def __init__(self, config: TD3Config, actor: BlendingActor) -> None:
-        self.config, self.actor, self.num_updates = config, actor, 0
+    def __init__(self, config: TD3Config, actor: Actor) -> None:
+        self.actor = actor
         self.critic_loss = td3_critic_loss.bind(smoothing=config.smoothing, smoothing_clip=config.smoothing_clip)
-        self.policy_loss = deterministic_policy_loss.bind()
+        following = follow.bind(targets={"target_policy": "policy", "target_critic": "critic"}, tau=config.tau)
+        self.delayed = [replace(fn, every=config.policy_every) for fn in (deterministic_policy_loss.bind(), following)]
 
     def rollout(self, source: Batch, /) -> Batch:
         return self.actor.rollout(source)
 
     def learn(self, batch: Batch, /) -> Batch:
-        self.num_updates += 1
-        if self.num_updates % self.config.policy_every:
-            return self.actor.update(batch, self.critic_loss)
-        batch = self.actor.update(batch, self.critic_loss, self.policy_loss)
-        for name in ("policy", "critic"):
-            self.actor.blend(name, f"target_{name}", self.config.tau)
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self.num_updates = state["num_updates"]
+        return self.actor.update(batch, self.critic_loss, *self.delayed)

@@ -36,10 +36,6 @@ class LinkedActor:
         out: Batch = self.learner.update(batch, loss, *others)
         return out
 
-    def blend(self, source: str, target: str, weight: float) -> None:
-        self._stale = True
-        self.learner.blend(source, target, weight)
-
     def describe(self) -> str:
         """How large the policy is."""
         total, trained = self.learner.num_parameters()

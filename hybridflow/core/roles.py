@@ -33,7 +33,6 @@ __all__ = [
     "ActionSpace",
     "Actor",
     "Algorithm",
-    "BlendingActor",
     "Critic",
     "Declared",
     "Drained",
@@ -66,7 +65,7 @@ Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
 Per = Literal["step", "row", "group"]
-On = Literal["outputs", "networks", "step"]
+On = Literal["outputs", "networks", "step", "weights"]
 PerOf = Per | Callable[[Mapping[str, Any]], Per]
 
 
@@ -266,10 +265,11 @@ def columns(
     smallest number of responses to a prompt that an estimator needs. ``on``: what a loss is given first, the outputs of
     the model or, for losses that evaluate several networks (Q-learning), the learner's networks by name. ``trains``: which
     of them get gradients and take a step, the main one if none is named. ``noise``: the loss is given a column "noise" of
-    standard normal numbers like ``actions``, which derive from the seed, the update and the step's place in the batch.
+    standard normal numbers like ``actions``, which derive from the seed, the optimizer step and the place in the minibatch.
 
     A function ``on`` "step" moves what it trains by itself, once an update: it is given the networks, the columns of all
-    steps, and what sums a tensor over all ranks that have some of them.
+    steps, and what sums a tensor over all ranks that have some of them. One ``on`` "weights" moves networks without data: it
+    gets the parameters of each by its name.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:
@@ -280,12 +280,17 @@ def columns(
 
 @dataclass(frozen=True)
 class Fn:
-    """A declared function with its parameters: what is shipped to a worker."""
+    """A declared function with its parameters: what is shipped to a worker.
+
+    ``every``: an update leaves it out but in every so many-th minibatch, counted over the life of the learner by the
+    optimizer steps of its first loss.
+    """
 
     declared: Declared
     params: Mapping[str, Any]
     reads: Names
     writes: Names
+    every: int = 1
 
     def __call__(self, *args: Any) -> Any:
         return self.declared(*args, **self.params)
@@ -367,12 +372,6 @@ class Actor(Protocol):
     def rollout(self, batch: Batch, /) -> Batch: ...
     def compute_log_probs(self, batch: Batch, /) -> Batch: ...
     def update(self, batch: Batch, loss: Fn, /, *others: Fn) -> Batch: ...
-
-
-class BlendingActor(Actor, Protocol):
-    """An actor whose learner holds target networks, which ``blend`` moves towards those that they follow."""
-
-    def blend(self, source: str, target: str, weight: float, /) -> None: ...
 
 
 class ActionSpace(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Loss, columns
 
-__all__ = ["TRANSITION", "bootstrapped", "c51_loss", "dqn_loss"]
+__all__ = ["TRANSITION", "bootstrapped", "c51_loss", "dqn_loss", "follow", "q_table_step"]
 
 TRANSITION = ("observations", "actions", "rewards", "discounts", "weights", "final_observations", "response_mask")
 """columns of a replayed transition"""
@@ -31,6 +31,16 @@ def bootstrapped(columns: Mapping[str, Tensor], next_values: Tensor) -> Tensor:
     if len(discounts) != len(rewards):
         raise ContractError(f"{len(rewards)} steps in {len(discounts)} rows, but every row must be one transition")
     return rewards + torch.where(discounts > 0, discounts * next_values, 0.0)
+
+
+@columns(reads=(), on="weights")
+def follow(weights: Mapping[str, list[Tensor]], *, targets: Mapping[str, str], tau: float) -> None:
+    """Move target networks towards those that they follow: target += tau (source - target) (Lillicrap et al. 2016).
+
+    ``targets``: of each target the network that it follows.
+    """
+    for target, source in targets.items():
+        torch._foreach_lerp_(weights[target], weights[source], tau)
 
 
 @columns(reads=TRANSITION, writes=("td_errors",), on="networks")

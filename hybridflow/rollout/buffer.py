@@ -12,7 +12,7 @@ from pydantic import Field
 
 from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
-from hybridflow.core.seeding import generator
+from hybridflow.core.seeding import uniforms
 from hybridflow.rollout.sum_tree import SumTree
 
 __all__ = ["REPLAYED", "SAMPLED", "Buffer", "Fifo", "InformativeGroups", "Replay", "ReplayConfig"]
@@ -132,8 +132,9 @@ class Replay:
     """Experience replay (Lin 1992): pieces of episodes become transitions in a ring of preallocated arrays.
 
     A sampled row is one transition: time columns of length 1, ``final_observations`` what followed, ``discounts`` what its
-    value counts: ``gamma``, or 0 if the episode ended there. ``sample_id`` numbers transitions in the order of adding. Draw
-    number n of ``num_draws`` depends on (seed, n) and the contents alone.
+    value counts: ``gamma``, or 0 if the episode ended there. ``sample_id`` numbers transitions in the order of adding. A
+    sample is ``draws`` draws, one below the other. Draw number n of ``num_draws`` depends on (seed, n) and the contents
+    alone.
 
     With ``n_steps``, a row's ``rewards`` are r_0 + gamma r_1 + ... of up to so many steps (Sutton 1988): fewer where the
     episode ended, or where no more has been collected yet. A piece that neither terminated nor was truncated goes on in the
@@ -143,8 +144,8 @@ class Replay:
     weigh (N P)^-beta, over the largest such weight of the batch (Schaul et al. 2016, proportional; beta is ``importance``).
     """
 
-    def __init__(self, config: ReplayConfig, seed: int, gamma: float, num_draws: int = 1) -> None:
-        self.config, self.seed, self.gamma, self._all_draws = config, seed, gamma, num_draws
+    def __init__(self, config: ReplayConfig, seed: int, gamma: float, num_draws: int = 1, draws: int = 1) -> None:
+        self.config, self.seed, self.gamma, self._all_draws, self.draws = config, seed, gamma, num_draws, draws
         self.num_added = self.num_draws = 0
         self._ring: dict[str, Array] = {}
         self._going_on: dict[int, int] = {}
@@ -196,11 +197,11 @@ class Replay:
             self._ring["following"][last % self.config.capacity] = first
 
     def sample(self, version: int, /) -> Batch | None:
-        """``batch_size`` transitions drawn with replacement; None before ``warmup`` transitions were added."""
+        """``draws`` times ``batch_size`` transitions drawn with replacement; None before ``warmup`` were added."""
         if self.num_added < self.config.warmup:
             return None
-        places, weights = self._draw(generator(self.seed, "replay", self.num_draws))
-        self.num_draws += 1
+        places, weights = self._draw()
+        self.num_draws += self.draws
         last, rewards, discounts = self._returns(places)
         ring, ones = self._ring, np.ones(len(places), np.int64)
         return Batch(
@@ -216,13 +217,14 @@ class Replay:
             }
         )
 
-    def _draw(self, random: np.random.Generator) -> tuple[Array, Array]:
+    def _draw(self) -> tuple[Array, Array]:
         """Places [B] in the ring, and their weights."""
-        size = self.config.batch_size
+        size, number = self.config.batch_size, self.num_draws + np.arange(self.draws)[:, None]
+        random = uniforms(self.seed, "replay", number, np.arange(size))
         if self._tree is None:
-            return random.integers(0, len(self), size), np.ones(size, np.float32)
+            return (random * len(self)).astype(np.int64).ravel(), np.ones(random.size, np.float32)
         total = self._tree.total
-        places = self._tree.find((np.arange(size) + random.random(size)) * (total / size))
+        places = self._tree.find(((np.arange(size) + random) * (total / size)).ravel())
         progress = min(1.0, self.num_draws / self._all_draws)
         beta = self.config.importance + (1 - self.config.importance) * progress
         weights = (len(self) * self._tree.priorities[places] / total) ** -beta

@@ -62,11 +62,15 @@ __all__ = ["Learner", "Trained", "UpdatePlan"]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How ``update`` splits a batch: ``epochs`` passes of ``minibatches`` optimizer steps, ``token_budget`` a forward."""
+    """How ``update`` splits a batch: ``epochs`` passes of ``minibatches`` optimizer steps, ``token_budget`` a forward.
+
+    ``drawn``: minibatches are so many rows each, one after another as a replay buffer drew them; None: they are dealt.
+    """
 
     minibatches: int = 1
     epochs: int = 1
     token_budget: int = 4096
+    drawn: int | None = None
 
 
 class Trained(NamedTuple):
@@ -123,8 +127,6 @@ class Learner(Shelved):
         for name, network in self.networks.items():
             network.requires_grad_(False) if name not in self.optimizers else None
         self._observed: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._num_places = 0
-        """steps of the batch that is learned from, whoever chose them"""
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory
@@ -191,17 +193,16 @@ class Learner(Shelved):
             batch = batch.with_columns(**loaded.columns)
         units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
         plan = replace(self.plan, minibatches=1, epochs=1) if any(loss.on == "step" for loss in losses) else self.plan
-        epochs = [self._deal(units, epoch, plan.minibatches) for epoch in range(plan.epochs)]
+        epochs = [self._deal(self._cut(units, epoch, plan), units) for epoch in range(plan.epochs)]
         alone = self.context.mesh.dp == 1
         parts = [part for minibatches in epochs for _, part, _ in minibatches]
         own = np.arange(len(units)) if alone else np.unique(np.concatenate(parts))
         pulled = units.load(batch, own, self._device)
         mask, samples = batch.ragged("response_mask"), batch["sample_id"]
-        self._num_places = len(mask.values)
         for epoch, minibatches in enumerate(epochs):
             written = {name: np.zeros(len(mask.values), np.float32) for loss in losses for name in loss.writes}
             shuffled, start = pulled, 0
-            if not alone or len(minibatches) > 1:
+            if plan.drawn is None and not (alone and len(minibatches) == 1):
                 shuffled = pulled.take(np.searchsorted(own, np.concatenate([part for _, part, _ in minibatches])))
             for number, (index, part, forwards) in enumerate(minibatches):
                 mine = shuffled if len(part) == len(shuffled.units) else shuffled.part(start, start + len(part))
@@ -217,12 +218,19 @@ class Learner(Shelved):
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
-    def _deal(self, units: Units, epoch: int, number: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
+    def _cut(self, units: Units, epoch: int, plan: UpdatePlan) -> list[np.ndarray]:
+        """The units of every minibatch."""
         order = np.arange(len(units))
-        if number > 1:
+        if plan.drawn is not None:
+            rows = units.rows.values
+            return np.split(order, np.searchsorted(rows, range(plan.drawn, int(rows.max(initial=0)) + 1, plan.drawn)))
+        if plan.minibatches > 1:
             order = generator(self.seed, "minibatch", self.version, epoch).permutation(order)
-        minibatches, (dp, block) = np.array_split(order, number), (self.context.mesh.dp, self.context.block)
+        return np.array_split(order, plan.minibatches)
+
+    def _deal(self, minibatches: Sequence[np.ndarray], units: Units) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
+        dp, block = self.context.mesh.dp, self.context.block
         if dp == 1:
             return [(index, index, 0) for index in minibatches]
         dealt = [[index[part] for part in deal(units.weights[index], dp)] for index in minibatches]
@@ -250,7 +258,14 @@ class Learner(Shelved):
         micros = part.microbatches(self.plan.token_budget)
         kept = [micro.seen(self.model) for micro in micros] if len(losses) > 1 else None
         drift: list[Tensor] = []
+        number = 1 + next(iter(self._trained_by(losses[0]).values())).steps
         for loss in losses:
+            if number % loss.every:
+                continue
+            if loss.on == "weights":
+                with torch.no_grad():
+                    loss(self._weights)
+                continue
             trained = self._trained_by(loss)
             if loss.on == "step":
                 drift += self._own_step(loss, part, written, samples)
@@ -313,7 +328,7 @@ class Learner(Shelved):
             units = micros[number].units
             places = units.places.values
             if loss.noise:
-                columns = columns | {"noise": self._noise(loss, places, columns["actions"])}
+                columns = columns | {"noise": self._noise(loss, whole, places, columns["actions"])}
             result: Loss = loss(outputs, columns)
             total = result.terms.sum() / normaliser
             self._check_finite(float(total.detach()), f"loss {loss.name}", samples[units.rows.values])
@@ -332,12 +347,15 @@ class Learner(Shelved):
             optimizer.reduce_gradients(self._over_copies)
         return drift
 
-    def _noise(self, loss: Fn, places: np.ndarray, actions: Tensor) -> Tensor:
-        """Standard normal numbers like ``actions``, for the steps at these ``places`` of the batch."""
+    def _noise(self, loss: Fn, whole: Units, places: np.ndarray, actions: Tensor) -> Tensor:
+        """Standard normal numbers like ``actions``, for the steps at these ``places`` of the minibatch ``whole``."""
         steps = self._trained_by(loss)[(loss.trains or (self.main,))[0]].steps
         random = torch_generator(self.seed, f"noise/{loss.name}", steps)
-        drawn = torch.randn((self._num_places, *actions.shape[1:]), generator=random)
-        return (drawn if len(places) == self._num_places else drawn[torch.from_numpy(places)]).to(actions.device)
+        drawn = torch.randn((whole.num_actions, *actions.shape[1:]), generator=random)
+        if len(places) < whole.num_actions:
+            order = np.argsort(whole.places.values)
+            drawn = drawn[torch.from_numpy(order[np.searchsorted(whole.places.values, places, sorter=order)])]
+        return drawn.to(actions.device)
 
     @property
     def _over_copies(self) -> Callable[[Tensor], Tensor] | None:
@@ -429,12 +447,6 @@ class Learner(Shelved):
     def _together(self) -> Line:
         """The ranks whose forwards wait for each other."""
         return ALONE if self.fsdp is None else self.lines.dp_cp
-
-    @control
-    def blend(self, source: str, target: str, weight: float) -> None:
-        """Move network ``target`` towards ``source``: target += weight (source - target)."""
-        with torch.no_grad():
-            torch._foreach_lerp_(self._weights[target], self._weights[source], weight)
 
     @cached_property
     def _weights(self) -> dict[str, list[Tensor]]:

@@ -9,7 +9,6 @@ from torch import nn
 
 from hybridflow.algorithms.dqn import DQN, DQNConfig
 from hybridflow.controller.local_runtime import LocalRuntime
-from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Role
 from hybridflow.core.seeding import torch_generator
@@ -69,7 +68,7 @@ class ActorOf:
         self.learner = runtime.role(Role("learner", Learner, arguments))
         self.sampler = runtime.role(Role("sampler", EnvSampler, {"config": CHAIN, "seed": 1, "exploration": exploration}))
         runtime.share("learner", "sampler")
-        self.rollout, self.update, self.blend = self.sampler.rollout, self.learner.update, self.learner.blend
+        self.rollout, self.update = self.sampler.rollout, self.learner.update
 
 
 def q_table(runtime):
@@ -154,26 +153,16 @@ def test_dqn_loss_refuses_pieces_of_several_steps():
         dqn_loss({"q": Table([[0.0], [0.0]]), "target": Table([[0.0], [0.0]])}, columns)
 
 
-class Recorder:
-    def __init__(self):
-        self.calls = []
-
-    def update(self, batch, loss):
-        self.calls.append("update")
-        return batch
-
-    def blend(self, source, target, weight):
-        self.calls.append((source, target, weight))
-
-
-def test_the_target_network_follows_every_so_many_updates_also_after_resume():
-    config, actor = DQNConfig(target_update_every=3, tau=0.25), Recorder()
-    algorithm = DQN(config, actor)
-    for _ in range(2):
-        algorithm.learn(Batch({}, 0))
-    resumed = DQN(config, actor)
-    resumed.load_state_dict(algorithm.state_dict())
-    for _ in range(4):
-        resumed.learn(Batch({}, 0))
-    blend = ("q", "target", 0.25)
-    assert actor.calls == ["update", "update", "update", blend, "update", "update", "update", blend]
+def test_the_target_network_follows_every_so_many_updates():
+    runtime = LocalRuntime()
+    actor = ActorOf(runtime)
+    algorithm = DQN(DQNConfig(target_update_every=3, tau=1.0), actor)
+    networks = runtime._workers["learner"].networks
+    buffer = Replay(ReplayConfig(batch_size=8, warmup=1), seed=1, gamma=GAMMA)
+    buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
+    equal = []
+    for _ in range(7):
+        algorithm.learn(buffer.sample(0))
+        pairs = zip(networks["q"].parameters(), networks["target"].parameters(), strict=True)
+        equal.append(all(torch.equal(*pair) for pair in pairs))
+    assert equal == [False, False, True, False, False, True, False]

@@ -119,9 +119,11 @@ def groups(context: WorkerContext) -> Outcome:
     return Outcome(context.metrics, gradients, group_parameters(one), dict(written.columns), steps)  # type: ignore[arg-type]
 
 
-def updated(context: WorkerContext, networks: Networks, data: Batch, loss: Fn, sgd: bool = True) -> Outcome:
+def updated(
+    context: WorkerContext, networks: Networks, data: Batch, loss: Fn, sgd: bool = True, drawn: int | None = None
+) -> Outcome:
     """Two updates; with plain SGD, as AdamW makes rounding errors of tiny gradients large."""
-    plan = UpdatePlan(minibatches=2, epochs=2, token_budget=20)
+    plan = UpdatePlan(minibatches=2, epochs=2, token_budget=20, drawn=drawn)
     optimizer = OptimizerConfig(lr=0.01, max_grad_norm=0.5)
     one = Learner(context, networks=networks, optimizer=optimizer, plan=plan, total_steps=10, seed=1)
     gradients, clip = [], one.optimizer.clip
@@ -144,9 +146,10 @@ class Case(NamedTuple):
     data: Callable[[], Batch]
     loss: Fn
     sgd: bool = True
+    drawn: int | None = None
 
     def __call__(self, context: WorkerContext) -> Outcome:
-        return updated(context, self.networks(), self.data(), self.loss, self.sgd)
+        return updated(context, self.networks(), self.data(), self.loss, self.sgd, self.drawn)
 
 
 CASES = {
@@ -155,6 +158,7 @@ CASES = {
     "value": Case(partial(text_networks, TextCritic), uneven, value_loss.bind(clip=0.2)),
     "dpo": Case(partial(text_networks, TextPolicy), partial(pairs, 5), dpo.bind(beta=0.3)),
     "dqn": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind()),
+    "draws": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind(), drawn=4),
     "steps of pieces": Case(partial(net_networks, "policy"), partial(pieces, [5, 1, 9, 3]), PPO),
     "one unit": Case(partial(text_networks, TextPolicy), partial(batch, 1), PPO),
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),
@@ -212,12 +216,12 @@ def test_metrics_are_those_of_one_process(results: list[Results], case: str, blo
     alone, together = merged(on(results, case, 1)), merged(on(results, case, blocks))
     assert together == pytest.approx(alone, rel=1e-6, abs=3e-7)  # means of numbers of size 1 that cancel
     assert {"loss", "grad_norm", "learning_rate"} <= alone.keys()
-    policy = case not in ("value", "dqn", "dpo", "several networks")
+    policy = case not in ("value", "dqn", "draws", "dpo", "several networks")
     assert policy == (0 < alone.get("effective_samples", 0) < 1) == (alone.get("mismatch_max", 0) > 0)
 
 
 @split
-@pytest.mark.parametrize("case", ["dqn", "several networks"])
+@pytest.mark.parametrize("case", ["dqn", "draws", "several networks"])
 def test_written_columns_are_those_of_one_process(results: list[Results], case: str, blocks: int) -> None:
     (alone,), (first, *_) = on(results, case, 1), on(results, case, blocks)
     errors = alone.written["td_errors"].values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Fn, Loss, WorkerContext, columns
+from hybridflow.ops.td import follow
 from hybridflow.workers.learner import Learner, Trained, UpdatePlan
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
@@ -55,6 +57,7 @@ def policy_loss(networks: dict[str, nn.Module], columns: dict[str, Tensor]) -> L
 
 
 LOSSES = (critic_loss.bind(), policy_loss.bind())
+FOLLOW = follow.bind(targets={"target": "critic"}, tau=0.25)
 
 
 def batch(rows: int = 11) -> Batch:
@@ -70,8 +73,14 @@ def batch(rows: int = 11) -> Batch:
     )
 
 
-def learner(context: WorkerContext | None = None, minibatches: int = 1, budget: int = 4096, lr: float = 0.1) -> Learner:
-    optimizer, plan = OptimizerConfig(lr=lr, max_grad_norm=100.0), UpdatePlan(minibatches, token_budget=budget)
+def learner(
+    context: WorkerContext | None = None,
+    minibatches: int = 1,
+    budget: int = 4096,
+    lr: float = 0.1,
+    drawn: int | None = None,
+) -> Learner:
+    optimizer, plan = OptimizerConfig(lr=lr, max_grad_norm=100.0), UpdatePlan(minibatches, 1, budget, drawn)
     others = {"critic": Trained(optimizer, 10), "scale": Trained(OptimizerConfig(lr=lr, schedule="linear"), 10)}
     networks = Networks(build, "policy", INPUTS)
     given = {"networks": networks, "optimizer": optimizer, "plan": plan, "total_steps": 10, "seed": 1}
@@ -113,7 +122,7 @@ def test_every_loss_is_a_step_of_what_it_trains_in_their_order() -> None:
     assert first.keys() == {"critic.layer.weight", "critic.layer.bias"}
 
 
-def test_a_later_loss_sees_the_step_of_an_earlier_one_and_the_target_moves_by_blending_alone() -> None:
+def test_a_later_loss_sees_the_step_of_an_earlier_one_and_the_target_moves_by_following_alone() -> None:
     one, alone = learner(), learner()
     before = parameters(one)
     errors = one.update(batch(), *LOSSES)["td_errors"].values
@@ -123,10 +132,28 @@ def test_a_later_loss_sees_the_step_of_an_earlier_one_and_the_target_moves_by_bl
     assert moved == {"policy", "critic", "scale"} and (errors != 0).all()
     assert all(torch.equal(after[name], critic_only[name]) for name in after if name.startswith("critic"))
     assert [one.optimizers[name].steps for name in ("policy", "critic", "scale")] == [1, 1, 1]
-    one.blend("critic", "target", 0.25)
-    for name, x in parameters(one).items():
-        if name.startswith("target"):
-            torch.testing.assert_close(x, 0.75 * after[name] + 0.25 * after[name.replace("target", "critic")])
+    followed = learner()
+    followed.update(batch(), *LOSSES, FOLLOW)
+    for name, x in parameters(followed).items():
+        target = name.startswith("target")
+        blended = 0.75 * after[name] + 0.25 * after[name.replace("target", "critic")]
+        torch.testing.assert_close(
+            x, blended if target else after[name], rtol=1e-6 if target else 0, atol=1e-7 if target else 0
+        )
+
+
+@pytest.mark.parametrize("budget", [4096, 3])
+def test_several_draws_in_one_update_are_as_many_updates(budget: int) -> None:
+    losses = (LOSSES[0], replace(LOSSES[1], every=2), replace(FOLLOW, every=3))
+    draws = [batch(4).rows(np.random.default_rng(seed).integers(0, 4, 4)) for seed in range(7)]
+    single, together = learner(budget=budget), learner(budget=budget, drawn=4)
+    errors = [single.update(draw, *losses)["td_errors"].values for draw in draws]
+    found = [together.update(Batch.concat(part), *losses)["td_errors"].values for part in (draws[:5], draws[5:])]
+    assert np.array_equal(np.concatenate(found), np.concatenate(errors))
+    assert all(torch.equal(x, parameters(together)[name]) for name, x in parameters(single).items())
+    assert {name: one.steps for name, one in together.optimizers.items()} == {"policy": 3, "critic": 7, "scale": 3}
+    ours, theirs = (one.context.metrics.values() for one in (together, single))
+    assert ours == pytest.approx(theirs)
 
 
 def test_metrics_tell_the_networks_apart() -> None:
@@ -177,8 +204,7 @@ def test_resume_is_bit_exact_and_offloading_changes_nothing(tmp_path: Path) -> N
     straight, first, resumed = learner(minibatches=2), learner(minibatches=2), learner(minibatches=2)
     for one in (straight, first):
         for _ in range(2):
-            one.update(batch(), *LOSSES)
-            one.blend("critic", "target", 0.5)
+            one.update(batch(), *LOSSES, FOLLOW)
     resumed.load(*save(first, tmp_path / "run" / "actor"))
     assert {name: one.steps for name, one in resumed.optimizers.items()} == {"policy": 4, "critic": 4, "scale": 4}
     for one in (straight, resumed):
