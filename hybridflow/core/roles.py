@@ -268,8 +268,8 @@ def columns(
     standard normal numbers like ``actions``, which derive from the seed, the optimizer step and the place in the minibatch.
 
     A function ``on`` "step" moves what it trains by itself, once an update: it is given the networks, the columns of all
-    steps, and what sums a tensor over all ranks that have some of them. One ``on`` "weights" moves networks without data: it
-    gets the parameters of each by its name.
+    steps, and what sums a tensor over all ranks that have some of them. One ``on`` "weights" moves networks without
+    data: it is given the parameters of each by its name.
     """
 
     def declare(function: Callable[..., Any]) -> Declared:

@@ -57,7 +57,7 @@ def test_environments_count_steps_and_replay_is_a_call(hybridflow: Program, tmp_
     out = hybridflow("graph", written(tmp_path, dqn)).out
     assert "dqn in CartPole-v1: a step is 4 environments, 32 steps of each." in out
     assert "sampler.rollout  generate, 4 rows, 128 new steps\n" in out
-    assert "replay.sample  compute, 512 rows, 512 steps\n" in out and "runs dqn_loss, follow, minibatches: 4" in out
+    assert "replay.sample  compute, 512 rows, 128 steps\n" in out and "runs dqn_loss, follow, minibatches: 4" in out
     told = json.loads(hybridflow("graph", tmp_path / "run.toml", "--json").out)
     observed = next(edge for edge in told["edges"] if edge["column"] == "observations")
     assert (observed["dtype"], observed["bytes"]) == ("float32[4]", 128 * 4 * 4)
