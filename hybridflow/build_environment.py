@@ -10,7 +10,15 @@ from typing import Any
 
 from safetensors.torch import save_model
 
-from hybridflow.build_networks import WEIGHTS, action_space, actor_networks, critic_networks, main_network, trained_besides
+from hybridflow.build_networks import (
+    WEIGHTS,
+    action_space,
+    actor_networks,
+    critic_input,
+    critic_networks,
+    main_network,
+    trained_besides,
+)
 from hybridflow.config import RunConfig
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
@@ -66,7 +74,7 @@ class EnvironmentParts:
             main_network(config),
             ("observations", "actions"),
             config.actor.model or _called(config.actor.net),
-            normalised=config.actor.net.normalise and self._normalises,
+            normalised=config.actor.net.normalise and _has_scale(self.spaces[0]),
         )
         args = config.learner_args(config.actor)
         others = trained_besides(config, args["total_steps"])
@@ -76,24 +84,20 @@ class EnvironmentParts:
         learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
         return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, self._sampler_args()))
 
-    @property
-    def _normalises(self) -> bool:
-        """One-hot observations have nothing to normalise."""
-        return type(self.spaces[0]).__name__ == "Box"
-
     def _sampler_args(self) -> dict[str, Any]:
         config, args = self.config, {"config": self.environment, "seed": self.config.seed}
         if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
+        args["with_states"] = config.critic.input == "state"
         noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
         at_random = config.replays and not action_space(self.spaces).discrete
         return {**args, "noise": noise, "random_steps": config.replay.warmup if at_random else 0}
 
     def critic(self) -> Any:
-        build = partial(critic_networks, self.spaces, self.config)
+        space, column = critic_input(self.spaces, self.config)
+        build = partial(critic_networks, space, column, self.config)
         net = self.config.critic.net
-        normalised = net.normalise and self._normalises
-        networks = Networks(build, "value", ("observations",), _called(net), normalised=normalised)
+        networks = Networks(build, "value", (column,), _called(net), normalised=net.normalise and _has_scale(space))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )
@@ -103,7 +107,7 @@ class EnvironmentParts:
         return self._evaluate
 
     def _evaluate(self) -> Evaluation:
-        """Mean return of whole episodes under the greedy policy."""
+        """Mean return of whole episodes, of several agents the sum of theirs, under the greedy policy."""
         given = self.config.evaluation
         played = self.actor.sampler.evaluate(given.limit, given.options)
         returns = [episode.episode_return for episode in played]
@@ -113,12 +117,18 @@ class EnvironmentParts:
             "return_std": statistics.pstdev(returns),
             "episode_length": statistics.fmean(episode.episode_length for episode in played),
         }
+        others |= {f"return/{name}": statistics.fmean(one.by_agent[name] for one in played) for name in played[0].by_agent}
         return Evaluation(*mean_interval(returns), len(returns), others)
 
     def export(self, folder: Path) -> None:
         """Write the policy's weights; ``[actor] model`` reads such a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.actor.learner.export(partial(save_model, filename=str(folder / WEIGHTS)))
+
+
+def _has_scale(space: Any) -> bool:
+    """One-hot observations have nothing to normalise."""
+    return type(space).__name__ == "Box"
 
 
 def _called(net: NetConfig) -> str:

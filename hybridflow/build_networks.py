@@ -13,13 +13,22 @@ from hybridflow.config import RunConfig
 from hybridflow.core.errors import ModelError
 from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
+from hybridflow.data.agents import agents_of
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import make_policy, make_q, make_table, make_value
 from hybridflow.workers.learner import Trained
 
-__all__ = ["WEIGHTS", "action_space", "actor_networks", "critic_networks", "main_network", "trained_besides"]
+__all__ = [
+    "WEIGHTS",
+    "action_space",
+    "actor_networks",
+    "critic_input",
+    "critic_networks",
+    "main_network",
+    "trained_besides",
+]
 
 WEIGHTS = "policy.safetensors"
 Spaces = tuple[Any, Any]
@@ -50,9 +59,17 @@ def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
     return {name: network.to(config.torch_device) for name, network in networks.items()}
 
 
-def critic_networks(spaces: Spaces, config: RunConfig) -> Built:
+def critic_input(spaces: Spaces, config: RunConfig) -> tuple[Any, str]:
+    """What a critic sees: a space, and the column that is of it."""
+    if config.critic.input == "observations":
+        return spaces[0], "observations"
+    assert config.environment is not None, "validated"
+    return agents_of(config.environment).state_space, "states"
+
+
+def critic_networks(space: Any, column: str, config: RunConfig) -> Built:
     """What the critic's learner holds, of methods that have one."""
-    network = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    network = make_value(space, config.critic.net, torch_generator(config.seed, "init", 1), column)
     return {"value": network.to(config.torch_device)}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from hybridflow.algorithms import ALGORITHMS
@@ -21,6 +22,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.graph import DRIVER, Graph, PoolSize, RoleSize
 from hybridflow.core.placement import Mesh, Placement, ResourcePool
 from hybridflow.core.roles import Role
+from hybridflow.data.agents import agents_of
 from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.parallel.mesh import Line
 from hybridflow.reshard.plan import make_plan
@@ -62,7 +64,11 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
 
 def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
     if config.environment is not None:
-        return Workload(config.environment.steps_per_rollout, entry_types(spaces_of(config.environment)))
+        types = entry_types(spaces_of(config.environment))
+        if config.critic.input == "state":
+            states = np.dtype((np.float32, agents_of(config.environment).state_space.shape))
+            types |= {"states": states, "final_states": states}
+        return Workload(config.environment.steps_per_rollout, types)
     return Workload(config.generation.max_new_tokens if response_tokens is None else response_tokens)
 
 

@@ -123,7 +123,7 @@ class ModelConfig(Config):
 
 
 class TrainedConfig(ModelConfig):
-    """Keys of ``[critic]``, and more of ``[actor]``."""
+    """More keys of ``[actor]`` and ``[critic]``."""
 
     mesh: TrainedMeshConfig = TrainedMeshConfig()
     net: NetConfig = NetConfig()
@@ -145,6 +145,13 @@ class ActorConfig(TrainedConfig):
         if self.model is not None and self.fresh is not None:
             raise ValueError("has both model and fresh; give one")
         return self
+
+
+class CriticConfig(TrainedConfig):
+    """Keys of ``[critic]``."""
+
+    input: Literal["observations", "state"] = "observations"
+    """what values are of: what the agent observes or, of several agents, the state of their environment"""
 
 
 class GenerationConfig(Config):
@@ -273,7 +280,7 @@ class RunConfig(Config):
     kl: KLConfig = KLConfig()
     shaping: ShapingConfig = ShapingConfig()
     actor: ActorConfig = ActorConfig()
-    critic: TrainedConfig = TrainedConfig()
+    critic: CriticConfig = CriticConfig()
     reference: ModelConfig = ModelConfig()
     reward: RewardConfig = RewardConfig()
     cost: ScorerConfig = ScorerConfig()
@@ -491,6 +498,10 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
         if getattr(config, name).net.normalise and config.replays:
             yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
     yield from _exploration_conflicts(config)
+    if config.critic.input == "state" and (environment is None or not environment.shared):
+        yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
+    if config.critic.input == "state" and replays:
+        yield f'critic.input = "state": {config.algorithm} replays no states; leave it out'
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
         yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
 

@@ -44,6 +44,8 @@ FIELDS: dict[str, Field] = {
     "num_steps": Field("row", "int64", "steps to collect in that environment"),
     "observations": Field("time", None, "what the policy saw before the step"),
     "actions": Field("time", None, "what it did"),
+    "states": Field("time", "float32", "of the whole environment before the step, for critics of several agents"),
+    "final_states": Field("row", "float32", "of the whole environment after the last step of the piece"),
     "final_observations": Field("row", None, "what followed the last step of the piece"),
     "discounts": Field("row", "float32", "what the value of final_observations counts in the return; 0 if nothing follows"),
     "weights": Field("row", "float32", "what the row counts in a loss"),

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Array, Batch
 from hybridflow.core.config import Config
@@ -30,9 +30,11 @@ __all__ = [
     "Transition",
     "entry_types",
     "make_environment",
+    "native_action",
     "rollout_source",
     "spaces_of",
 ]
+
 
 EVALUATION = "eval-env"
 """what episodes of evaluations are seeded for, besides the seed: they are none of those that are trained on"""
@@ -43,7 +45,8 @@ class EnvironmentConfig(Config):
     """Which environment, how many of it, how long a rollout."""
 
     id: str
-    """a registered Gymnasium environment such as "CartPole-v1"; "module:Name-v0" imports the module first"""
+    """a registered Gymnasium environment such as "CartPole-v1"; "module:Name-v0" imports the module first;
+    "pettingzoo:mpe2.simple_spread_v3" is the module's parallel environment of several agents"""
     num_envs: int = Field(8, ge=1)
     """environments that are stepped together"""
     steps_per_rollout: int = Field(128, ge=1)
@@ -54,6 +57,21 @@ class EnvironmentConfig(Config):
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
     wrappers: tuple[dict[str, Any], ...] = ()
     """gymnasium.wrappers around it, from the inside: { name = "FrameStackObservation", stack_size = 4 }, ..."""
+    agent_id: bool = False
+    """of several agents: their one-hot number is added to what they observe, so that one network can tell them apart"""
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is an environment of several agents."""
+        return self.id.startswith("pettingzoo:")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.shared and self.wrappers:
+            raise ValueError(f"wrappers are gymnasium's, and {self.id!r} is PettingZoo's; remove them")
+        if self.agent_id and not self.shared:
+            raise ValueError(f'agent_id is for several agents, id = "pettingzoo:..."; remove it from {self.id!r}')
+        return self
 
     def with_options(self, options: Mapping[str, Any]) -> EnvironmentConfig:
         """The same with further ``options``, which win over its own."""
@@ -70,7 +88,10 @@ class Transition(NamedTuple):
 
 
 def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
-    """One environment; DataError if the id is unknown, a dependency is missing or the options don't fit."""
+    """One environment; DataError if the id is unknown, a dependency is missing, the options don't fit or it has several
+    agents."""
+    if config.shared:
+        raise DataError(f"environment {config.id!r} has several agents, and one agent's is needed here")
     gymnasium = _gymnasium()
     environment = _made(gymnasium, config)
     for wrapper in config.wrappers:
@@ -114,7 +135,11 @@ def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:
 
 
 def spaces_of(config: EnvironmentConfig) -> tuple[Space[Any], Space[Any]]:
-    """(observation space, action space) of one environment."""
+    """(observation space, action space) of one environment, or of each agent of one that they share."""
+    if config.shared:
+        from hybridflow.data.agents import agents_of  # which builds on this module
+
+        return agents_of(config).spaces
     environment = make_environment(config)
     spaces = environment.observation_space, environment.action_space
     environment.close()
@@ -145,7 +170,7 @@ class Slot:
     def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
         self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
         self.environment = make_environment(config)
-        self._native = _native(self.environment.action_space)
+        self._native = native_action(self.environment.action_space)
         self._observed = self.environment.observation_space.dtype
         self.num_steps = 0
         self.begin(0)
@@ -193,7 +218,7 @@ class Slot:
         self.environment.close()
 
 
-def _native(space: Any) -> Callable[[Array], Any]:
+def native_action(space: Any) -> Callable[[Array], Any]:
     """Makes of an action what the environment takes: numbered from its own start, or clipped to its bounds."""
     if type(space).__name__ == "Discrete":
         start = int(space.start)

@@ -21,6 +21,7 @@ import numpy as np
 
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import WorkerError
+from hybridflow.data.agents import SharedSlots, agents_of
 from hybridflow.data.envs import EnvironmentConfig, entry_types
 from hybridflow.data.slots import Ended, Slots
 
@@ -30,10 +31,21 @@ Spaces = tuple[Any, Any]
 
 
 def make_slots(
-    config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str = "env", restart: bool = True
+    config: EnvironmentConfig,
+    seed: int,
+    spaces: Spaces,
+    purpose: str = "env",
+    restart: bool = True,
+    with_states: bool = False,
 ) -> Slots | SlotProcesses:
-    """Slots in this process or, with ``config.processes``, in others."""
-    return (SlotProcesses if config.processes else Slots)(config, seed, spaces, purpose, restart)
+    """Slots in this process or, with ``config.processes``, in others; ``with_states``: see ``SharedSlots``."""
+    return (SlotProcesses if config.processes else _slots)(config, seed, spaces, purpose, restart, with_states)
+
+
+def _slots(config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str, restart: bool, with_states: bool) -> Slots:
+    if config.shared:
+        return SharedSlots(config, seed, spaces, purpose, restart, with_states)
+    return Slots(config, seed, spaces, purpose, restart)
 
 
 class SlotProcesses:
@@ -43,9 +55,19 @@ class SlotProcesses:
     """
 
     def __init__(
-        self, config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str = "env", restart: bool = True
+        self,
+        config: EnvironmentConfig,
+        seed: int,
+        spaces: Spaces,
+        purpose: str = "env",
+        restart: bool = True,
+        with_states: bool = False,
     ) -> None:
-        self.config, self._arguments = config, (config, seed, spaces, purpose, restart)
+        self.config, self._arguments = config, (config, seed, spaces, purpose, restart, with_states)
+        self.agents = agents_of(config) if config.shared else None
+        self.num_agents = 1 if self.agents is None else len(self.agents.names)
+        self.present: Array | None = None
+        self.states: Array = np.zeros((0, 0), np.float32)
         self._type = entry_types(spaces)["observations"]
         self.observations: Array = np.zeros(0, self._type.base)
         self._children: list[Any] = []
@@ -66,22 +88,34 @@ class SlotProcesses:
         """See ``Slots.open``."""
         if not self._children:
             self._start()
-        ids = list(ids)
-        count = len(self._pipes)
-        places = [[place for place, slot in enumerate(ids) if slot % count == child] for child in range(count)]
-        self._home = [(slot % count, places[slot % count].index(place)) for place, slot in enumerate(ids)]
-        self._places, self.rewards = places, np.zeros(len(ids), np.float32)
+        count, each = len(self._pipes), self.num_agents
+        own = [slot for slot in ids for _ in range(each)]
+        places = [[place for place, slot in enumerate(own) if slot % count == child] for child in range(count)]
+        self._home = [(slot % count, places[slot % count].index(place)) for place, slot in enumerate(own)]
+        self._places, self.rewards = places, np.zeros(len(own), np.float32)
         with tempfile.NamedTemporaryFile(dir=_memory()) as file:  # whoever has mapped it keeps it
-            self.observations = np.memmap(file.name, self._type.base, "w+", shape=(max(1, len(ids)), *self._type.shape))
-            for child, own in enumerate(places):
-                numbers = [ids[place] for place in own]
+            self.observations = np.memmap(file.name, self._type.base, "w+", shape=(max(1, len(own)), *self._type.shape))
+            for child, theirs in enumerate(places):
+                numbers = [own[place] for place in theirs[::each]]
                 begun = {slot: saved[slot] for slot in numbers if slot in saved}
-                self._send(child, ("open", numbers, begun, file.name, self.observations.shape, own))
+                self._send(child, ("open", numbers, begun, file.name, self.observations.shape, theirs))
             counts = [self._answer(child) for child in range(count)]
-        self.observations = self.observations[: len(ids)]
-        self.num_steps = np.zeros(len(ids), np.int64)
-        for own, steps in zip(places, counts, strict=True):
-            self.num_steps[own] = steps
+        self.observations = self.observations[: len(own)]
+        self.num_steps = np.zeros(len(own), np.int64)
+        if self.agents is not None:
+            self.present = np.zeros(len(own), bool)
+            self.states = np.zeros((len(own), *self.agents.state_space.shape), np.float32)
+        for child, (steps, there) in enumerate(counts):
+            self.num_steps[places[child]] = steps
+            self._take(child, there)
+
+    def _take(self, child: int, there: tuple[Array, Array | None] | None) -> None:
+        """Who is there, and what a centralised critic sees, in the environments of ``child``."""
+        if there is not None and self.present is not None:
+            places, (present, states) = self._places[child], there
+            self.present[places] = present
+            if states is not None:
+                self.states[places] = states
 
     def step(self, live: Sequence[int], actions: Array) -> list[Ended]:
         """See ``Slots.step``."""
@@ -92,7 +126,8 @@ class SlotProcesses:
             self._send(child, ("step", [self._home[live[row]][1] for row in own], actions[own]))
         ended: list[Ended] = []
         for child, own in rows.items():
-            rewards, ends = self._answer(child)
+            rewards, ends, there = self._answer(child)
+            self._take(child, there)
             self.rewards[[live[row] for row in own]] = rewards
             ended += [end._replace(place=self._places[child][end.place]) for end in ends]
         return sorted(ended, key=lambda end: end.place)
@@ -159,19 +194,26 @@ def _serve(pipe: Connection, *arguments: Any) -> None:
 class _Child:
     """The slots of a child, and where it shows their observations."""
 
-    def __init__(self, config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str, restart: bool) -> None:
-        self.slots, self._type = Slots(config, seed, spaces, purpose, restart), entry_types(spaces)["observations"].base
+    def __init__(
+        self, config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str, restart: bool, with_states: bool
+    ) -> None:
+        self.slots = _slots(config, seed, spaces, purpose, restart, with_states)
+        self._type, self._with_states = entry_types(spaces)["observations"].base, with_states
 
-    def open(self, ids: list[int], saved: Any, path: str, shape: tuple[int, ...], places: list[int]) -> Array:
+    def open(self, ids: list[int], saved: Any, path: str, shape: tuple[int, ...], places: list[int]) -> tuple[Any, ...]:
         self.slots.open(ids, saved)
         self._places, self._shown = places, np.memmap(path, self._type, "r+", shape=shape)
         self._shown[places] = self.slots.observations
-        return self.slots.num_steps
+        return self.slots.num_steps, self._there()
 
-    def step(self, live: list[int], actions: Array) -> tuple[Array, list[Ended]]:
+    def _there(self) -> tuple[Array, Array | None] | None:
+        present = self.slots.present
+        return None if present is None else (present, self.slots.states if self._with_states else None)
+
+    def step(self, live: list[int], actions: Array) -> tuple[Any, ...]:
         ended = self.slots.step(live, actions)
         self._shown[self._places] = self.slots.observations
-        return self.slots.rewards[live], ended
+        return self.slots.rewards[live], ended, self._there()
 
     def state_dicts(self) -> dict[int, dict[str, Any]]:
         return self.slots.state_dicts()

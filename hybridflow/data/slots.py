@@ -18,25 +18,39 @@ import numpy as np
 from hybridflow.core.batch import Array
 from hybridflow.data.envs import EnvironmentConfig, Slot, entry_types
 
-__all__ = ["Ended", "Slots"]
+__all__ = ["Ended", "Episode", "Slots"]
+
+
+class Episode(NamedTuple):
+    """A whole episode of an environment. Of several agents, the return is the sum of theirs, which are ``by_agent``."""
+
+    episode_return: float
+    episode_length: int
+    by_agent: Mapping[str, float] = {}
 
 
 class Ended(NamedTuple):
-    """The end of an episode in the open slot number ``place``; ``observation`` is what followed its last step."""
+    """The end of an agent's episode at ``place``; ``observation`` is what followed its last step, ``state`` likewise.
+    ``episode``: of its environment if that ended, too."""
 
     place: int
     observation: Array
     terminated: bool
     truncated: bool
-    episode_return: float
-    episode_length: int
+    episode: Episode | None
+    state: Array | None = None
 
 
 class Slots:
-    """Slots of this process. S are open: entry i of an array is slot number ``ids[i]``.
+    """Slots of this process. S are open: place i of an array is slot number ``ids[i]``.
 
     ``observations`` [S, ...]: what policies see next. ``rewards`` [S]: of the last step. ``num_steps`` [S]: before it.
+    ``present``: see ``SharedSlots``, which has ``num_agents`` places for each slot; None: all of them, always.
     """
+
+    num_agents = 1
+    present: Any = None
+    states: Array = np.zeros((0, 0), np.float32)
 
     def __init__(
         self, config: EnvironmentConfig, seed: int, spaces: tuple[Any, Any], purpose: str = "env", restart: bool = True
@@ -48,17 +62,23 @@ class Slots:
 
     def open(self, ids: Sequence[int], saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Turn to these slots. CheckpointError if an environment can't be brought back to where it was ``saved``."""
-        for index in ids:
-            if index not in self._slots:
-                slot = Slot(self.config, self.seed, index, self.purpose)
-                if index in saved:
-                    slot.load_state_dict(saved[index])
-                self._slots[index] = slot
-        self._open = [self._slots[index] for index in ids]
+        self._open = self._opened(ids, saved)
         self.observations, self.rewards = np.zeros(len(ids), self._type), np.zeros(len(ids), np.float32)
         for index, slot in enumerate(self._open):
             self.observations[index] = slot.observation
         self.num_steps = np.array([slot.num_steps for slot in self._open], np.int64)
+
+    def _opened(self, ids: Sequence[int], saved: Mapping[int, Mapping[str, Any]]) -> list[Any]:
+        for index in ids:
+            if index not in self._slots:
+                slot = self._make(index)
+                if index in saved:
+                    slot.load_state_dict(saved[index])
+                self._slots[index] = slot
+        return [self._slots[index] for index in ids]
+
+    def _make(self, index: int) -> Slot:
+        return Slot(self.config, self.seed, index, self.purpose)
 
     def step(self, live: Sequence[int], actions: Array) -> list[Ended]:
         """Step the slots at the indices ``live`` with ``actions`` [len(live), ...]; the episodes that ended."""
@@ -67,8 +87,8 @@ class Slots:
             slot = slots[index]
             observation, rewards[index], terminated, truncated = slot.step(action)
             if terminated or truncated:
-                end = Ended(index, observation, terminated, truncated, slot.episode_return, len(slot.actions))
-                ended.append(end)
+                episode = Episode(slot.episode_return, len(slot.actions))
+                ended.append(Ended(index, observation, terminated, truncated, episode))
                 if self.restart:
                     slot.begin(slot.episode + 1)
                     observation = slot.observation

@@ -226,17 +226,17 @@ class GaussianPolicy(ObservationNet):
 
 
 class ValueNet(ObservationNet):
-    """The value of a state."""
+    """The value of a state, by ``inputs`` [0]: "observations", or "states" for a critic of several agents."""
 
     inputs: tuple[str, ...] = ("observations",)
 
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``values`` [N] over the action steps."""
-        return {"values": self.forward(columns["observations"])[:, 0]}
+        return {"values": self.forward(columns[self.inputs[0]])[:, 0]}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""
-        values: Tensor = self(torch.tensor(batch["final_observations"], device=self.device))
+        values: Tensor = self(torch.tensor(batch[f"final_{self.inputs[0]}"], device=self.device))
         return values[:, 0]
 
 
@@ -284,9 +284,11 @@ def make_policy(
     return CategoricalPolicy(observation_space, number, 0.01, config, generator)
 
 
-def make_value(observation_space: Space[Any], config: NetConfig, generator: torch.Generator) -> ValueNet:
-    """A value network for the space; DataError if it is not supported."""
-    return ValueNet(observation_space, 1, 1.0, config, generator)
+def make_value(space: Space[Any], config: NetConfig, generator: torch.Generator, column: str = "observations") -> ValueNet:
+    """A value network on a ``column`` of the space; DataError if it is not supported."""
+    network = ValueNet(space, 1, 1.0, config, generator)
+    network.inputs = (column,)
+    return network
 
 
 def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> QNet:

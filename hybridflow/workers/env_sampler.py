@@ -28,21 +28,27 @@ from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
 from hybridflow.data.envs import EVALUATION, EnvironmentConfig, entry_types, spaces_of
 from hybridflow.data.slot_processes import make_slots
+from hybridflow.data.slots import Episode
 from hybridflow.models.nets import joined
 
-__all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource", "Played"]
+__all__ = ["EnvSampler", "ExplorationConfig", "NetworkSource"]
 
-PIECES_PER_SLOT = 10**9
+PIECES_PER_SEAT = 10**9
 MAX_EVALUATION_STEPS = 10**6
+WRITES = (
+    "sample_id",
+    "observations",
+    "actions",
+    "rewards",
+    "log_probs",
+    "response_mask",
+    "terminated",
+    "truncated",
+    "final_observations",
+    "policy_version",
+)
 
 Ints = NDArray[np.int64]
-
-
-class Played(NamedTuple):
-    """A whole episode."""
-
-    episode_return: float
-    episode_length: int
 
 
 class NetworkSource(Protocol):
@@ -90,12 +96,13 @@ class EnvSampler:
         exploration: ExplorationConfig | None = None,
         noise: float = 0.0,
         random_steps: int = 0,
+        with_states: bool = False,
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
         self.noise, self.random_steps = noise, random_steps
         self.spaces = spaces_of(config)
-        self.slots = make_slots(config, seed, self.spaces)
-        self._num_pieces: dict[int, int] = {}
+        self.slots, self.with_states = make_slots(config, seed, self.spaces, with_states=with_states), with_states
+        self._num_pieces: dict[int, Ints] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
 
     def attach(self, source: NetworkSource) -> None:
@@ -105,55 +112,48 @@ class EnvSampler:
     @remote(
         THREE_D_ALL_MICRO_DP,
         reads=("slot", "num_steps"),
-        writes=(
-            "sample_id",
-            "observations",
-            "actions",
-            "rewards",
-            "log_probs",
-            "response_mask",
-            "terminated",
-            "truncated",
-            "final_observations",
-            "policy_version",
-        ),
+        writes=lambda args: (*WRITES, *(("states", "final_states") if args.get("with_states") else ())),
         rows="new",
         kind="generate",
     )
     @torch.no_grad()
     def rollout(self, batch: Batch, /) -> Batch:
-        """``num_steps`` steps of every ``slot``, one row a piece, ordered by slot and time.
+        """``num_steps`` steps of every ``slot``, one row a piece, ordered by slot, agent and time.
 
-        ``sample_id`` is slot * 10^9 + the number of the slot's piece. A reward that isn't finite is a NonFiniteError.
+        ``sample_id`` is seat * 10^9 + the number of the seat's piece; agent k of A in slot s has seat s * A + k. A reward
+        that isn't finite is a NonFiniteError.
         """
         order = np.argsort(batch["slot"], kind="stable")
-        ids, num_steps = batch["slot"][order], batch["num_steps"][order]
-        if len(np.unique(ids)) < len(ids):
-            raise ContractError(f"rollout: a slot is named twice: {ids.tolist()}")
-        saved = {index: self._saved[index]["state"] for index in ids.tolist() if index in self._saved}
-        self.slots.open(ids.tolist(), saved)
-        steps = _Steps(num_steps, self.spaces)
+        slots, num_steps = batch["slot"][order], batch["num_steps"][order]
+        if len(np.unique(slots)) < len(slots):
+            raise ContractError(f"rollout: a slot is named twice: {slots.tolist()}")
+        saved = {index: self._saved[index]["state"] for index in slots.tolist() if index in self._saved}
+        self.slots.open(slots.tolist(), saved)
+        ids, states = self._seats(slots), self.slots.states if self.with_states else None
+        steps = _Steps(num_steps.repeat(self.slots.num_agents), self.spaces, states)
         drawn, epsilon = self._drawn(ids, steps)
         steps.at_random = self.slots.num_steps * self.config.num_envs < self.random_steps
         any_at_random = bool(steps.at_random.any())
         for t in range(steps.width):
             self.context.breathe()
-            live, where = steps.live(t)
+            live, where = steps.live(t, self.slots.present)
             observations = self.slots.observations[where]
             distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
             actions = distribution.sample(drawn[where, t]).cpu().numpy()
             if any_at_random and (at_random := steps.at_random[where]).any():
                 actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
             steps.record(t, where, observations, actions, distribution)
+            if self.with_states:
+                steps.states[t, where] = self.slots.states[where]
             ended = self.slots.step(live, actions)
             steps.rewards[t, where] = self.slots.rewards[where]
             for end in ended:
-                steps.ends[end.place, t] = _Ending(end.observation, end.terminated, end.truncated)
-                self.context.metrics.add("episode_return", end.episode_return)
-                self.context.metrics.add("episode_length", end.episode_length)
-        pieces = steps.pieces(self._number(ids), self.slots.observations, self.source.version)
-        for index, count in zip(ids.tolist(), steps.num_pieces.tolist(), strict=True):
-            self._num_pieces[index] = self._num_pieces_of(index) + count
+                steps.ends[end.place, t] = _Ending(end.observation, end.terminated, end.truncated, end.state)
+                self._count(end.episode)
+        pieces = steps.pieces(self._number(slots), self.slots.observations, self.slots.states, self.source.version)
+        given = steps.num_pieces.reshape(len(slots), self.slots.num_agents)
+        for index, counts in zip(slots.tolist(), given, strict=True):
+            self._num_pieces[index] = self._num_pieces_of(index) + counts
         self._check_rewards(pieces)
         self.context.metrics.count("steps", int(num_steps.sum()))
         return pieces
@@ -171,14 +171,29 @@ class EnvSampler:
         self.context.metrics.add("epsilon", float(taken.sum()), len(taken))
         return drawn, epsilon
 
-    def _number(self, ids: Ints) -> Ints:
-        """The ``sample_id`` of the next piece of every slot."""
-        return ids * PIECES_PER_SLOT + np.array([self._num_pieces_of(index) for index in ids.tolist()], np.int64)
+    def _seats(self, slots: Ints) -> Ints:
+        """Numbers of all seats in these slots."""
+        seats: Ints = (slots[:, None] * self.slots.num_agents + np.arange(self.slots.num_agents)).reshape(-1)
+        return seats
 
-    def _num_pieces_of(self, index: int) -> int:
-        """How many pieces the slot has given, over its life."""
-        saved: int = self._saved.get(index, {"num_pieces": 0})["num_pieces"]
+    def _number(self, slots: Ints) -> Ints:
+        """The ``sample_id`` of the next piece of every seat."""
+        given = [self._num_pieces_of(index) for index in slots.tolist()]
+        return self._seats(slots) * PIECES_PER_SEAT + np.array(given, np.int64).reshape(-1)
+
+    def _num_pieces_of(self, index: int) -> Ints:
+        """How many pieces each seat of the slot has given, over its life."""
+        none = {"num_pieces": np.zeros(self.slots.num_agents, np.int64)}
+        saved: Ints = self._saved.get(index, none)["num_pieces"]
         return self._num_pieces.get(index, saved)
+
+    def _count(self, episode: Episode | None) -> None:
+        """An episode of an environment into the metrics, if one has ended."""
+        if episode is not None:
+            self.context.metrics.add("episode_return", episode.episode_return)
+            self.context.metrics.add("episode_length", episode.episode_length)
+            for name, own in episode.by_agent.items():
+                self.context.metrics.add(f"episode_return/{name}", own)
 
     @property
     def _network(self) -> Any:
@@ -203,22 +218,23 @@ class EnvSampler:
 
     @control
     @torch.no_grad()
-    def evaluate(self, num_episodes: int, options: Mapping[str, Any] | None = None) -> list[Played]:
+    def evaluate(self, num_episodes: int, options: Mapping[str, Any] | None = None) -> list[Episode]:
         """Whole episodes under the policy's mode, in fresh environments with these further ``options``: episode i is
         always the same one, and none of those that are trained on.
 
         DataError if an episode doesn't end within 10^6 steps.
         """
         config = self.config.with_options(options or {})
-        slots, played = make_slots(config, self.seed, self.spaces, EVALUATION, restart=False), dict[int, Played]()
+        slots, played = make_slots(config, self.seed, self.spaces, EVALUATION, restart=False), dict[int, Episode]()
         slots.open(range(num_episodes), {})
-        live = list(range(num_episodes))
+        each, there = slots.num_agents, slots.present
+        live = list(range(num_episodes * each)) if there is None else np.flatnonzero(there).tolist()
         try:
             for _ in range(MAX_EVALUATION_STEPS):
                 actions = self._distribution(slots.observations[live]).mode.cpu().numpy()
-                for end in slots.step(live, actions):
-                    played[end.place] = Played(end.episode_return, end.episode_length)
-                live = [index for index in live if index not in played]
+                ended = slots.step(live, actions)
+                played |= {end.place // each: end.episode for end in ended if end.episode is not None}
+                live = [place for place in live if place // each not in played and (there is None or there[place])]
                 if not live:
                     return [played[index] for index in range(num_episodes)]
         finally:
@@ -258,32 +274,42 @@ class EnvSampler:
 
 
 class _Ending(NamedTuple):
-    """How a piece ended."""
+    """How a piece ended, and in which state, where states are wanted."""
 
     observation: Array
     terminated: bool
     truncated: bool
+    state: Array | None
 
 
 class _Steps:
-    """What one rollout records: arrays [T, S, ...] of steps, and the ends of pieces by (index of the slot, step)."""
+    """What one rollout records: arrays [T, S, ...] of steps, and the ends of pieces by (place of the seat, step).
 
-    def __init__(self, num_steps: Ints, spaces: tuple[Any, Any]) -> None:
+    ``taken`` [T, S]: the steps that were taken. ``like``: states [S, ...] such as are to be recorded, None for none.
+    """
+
+    def __init__(self, num_steps: Ints, spaces: tuple[Any, Any], like: Array | None) -> None:
         self.num_steps, self.width, self.types = num_steps, int(num_steps.max(initial=0)), entry_types(spaces)
         shape = (self.width, len(num_steps))
         self.observations = np.zeros(shape, self.types["observations"])
         self.actions = np.zeros(shape, self.types["actions"])
         self.rewards, self.log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.with_states = like is not None
+        self.states = np.zeros((*shape, *(() if like is None else like.shape[1:])), np.float32)
+        self.taken = np.arange(self.width)[:, None] < num_steps
         self.at_random = np.zeros(len(num_steps), bool)
         self.ends: dict[tuple[int, int], _Ending] = {}
         self._everyone = list(range(len(num_steps)))
         self._shortest, self._distributions = int(num_steps.min(initial=self.width)), list[Any]()
 
-    def live(self, t: int) -> tuple[list[int], slice | Ints]:
-        """The slots that take a step ``t``: their indices, and what picks them from an array [S, ...]."""
-        if t < self._shortest:
+    def live(self, t: int, present: Array | None) -> tuple[list[int], slice | Ints]:
+        """The seats that take a step ``t``, of those that are ``present`` (None: all): their places, and what picks them
+        from an array [S, ...]."""
+        if t < self._shortest and (present is None or present.all()):
             return self._everyone, slice(None)
-        live = np.flatnonzero(self.num_steps > t)
+        if present is not None:
+            self.taken[t] &= present
+        live = np.flatnonzero(self.taken[t])
         return live.tolist(), live
 
     def record(self, t: int, where: slice | Ints, observations: Array, actions: Array, distribution: Any) -> None:
@@ -291,22 +317,25 @@ class _Steps:
         self.observations[t, where], self.actions[t, where] = observations, actions
         self._distributions.append(distribution)
 
-    def pieces(self, first_ids: Ints, following: Array, version: int) -> Batch:
-        """One row a piece, numbered from ``first_ids`` [S]; ``following`` [S, ...]: what followed the last steps."""
-        for index, steps in enumerate(self.num_steps.tolist()):
-            if steps and (index, steps - 1) not in self.ends:  # the collection limit: the episode goes on
-                self.ends[index, steps - 1] = _Ending(following[index], False, False)
+    def pieces(self, first_ids: Ints, following: Array, states: Array, version: int) -> Batch:
+        """One row a piece, numbered from ``first_ids`` [S]; ``following``, ``states`` [S, ...]: what followed the last
+        steps."""
+        for place in np.flatnonzero(self.taken.any(0)).tolist():
+            last = int(np.flatnonzero(self.taken[:, place])[-1])
+            if (place, last) not in self.ends:  # the collection limit: the episode goes on
+                state = states[place] if self.with_states else None
+                self.ends[place, last] = _Ending(following[place], False, False, state)
         ends = sorted(self.ends)
-        owners = np.array([index for index, _ in ends], np.int64)
+        owners = np.array([place for place, _ in ends], np.int64)
         self.num_pieces = np.bincount(owners, minlength=len(first_ids))
         before = np.cumsum(self.num_pieces) - self.num_pieces
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_steps)])
-        lengths = np.diff([starts[index] + t + 1 for index, t in ends], prepend=0).astype(np.int64)
+        counted = np.cumsum(self.taken.T.reshape(-1))
+        lengths = np.diff([counted[place * self.width + t] for place, t in ends], prepend=0).astype(np.int64)
         endings = [self.ends[end] for end in ends]
         final = np.zeros(len(ends), self.types["final_observations"])
         for number, ending in enumerate(endings):
             final[number] = ending.observation
-        count = int(self.num_steps.sum())
+        count = int(self.taken.sum())
         return Batch(
             {
                 "sample_id": first_ids[owners] + np.arange(len(ends)) - before[owners],
@@ -316,19 +345,25 @@ class _Steps:
                 "terminated": np.array([ending.terminated for ending in endings], bool),
                 "truncated": np.array([ending.truncated for ending in endings], bool),
                 "final_observations": final,
+                **({"final_states": self._final_states(endings)} if self.with_states else {}),
             }
         )
 
+    def _final_states(self, endings: Sequence[_Ending]) -> Array:
+        states = np.array([ending.state for ending in endings], np.float32)
+        return states.reshape(len(endings), *self.states.shape[2:])
+
     def _taken(self) -> dict[str, Array]:
         """Time columns [N, ...] of the steps that were taken, by slot and time."""
-        taken = np.arange(self.width)[:, None] < self.num_steps
+        taken = self.taken
         if self._distributions:
             actions = torch.from_numpy(self.actions[taken])
             together = joined(self._distributions)
             self.log_probs[taken] = together.log_prob(actions.to(together.device)).float().cpu().numpy()
             if self.at_random.any():
                 self.log_probs[:, self.at_random] = together.bounds.fill_log_prob
-        columns = {name: getattr(self, name) for name in ("observations", "actions", "rewards", "log_probs")}
+        names = ("observations", "actions", "rewards", "log_probs", *(("states",) if self.with_states else ()))
+        columns = {name: getattr(self, name) for name in names}
         return {name: values.swapaxes(0, 1)[taken.T] for name, values in columns.items()}
 
 

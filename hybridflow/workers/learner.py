@@ -85,7 +85,7 @@ def _inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
-    final = ("final_observations",) if "observations" in args["networks"].inputs else ()
+    final = (f"final_{name}" for name in args["networks"].inputs if name in ("observations", "states"))
     return (*_inputs(args), *final)
 
 
@@ -213,7 +213,7 @@ class Learner(Shelved):
                     self._observe_drift(drift)
             self._add_up()
         if self.normalised:
-            observed = shuffled.columns["observations"] if isinstance(shuffled, PulledSteps) else torch.zeros(0)
+            observed = shuffled.columns[self._inputs[0]] if isinstance(shuffled, PulledSteps) else torch.zeros(0)
             self.model.features.observe(observed, self._total)
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))

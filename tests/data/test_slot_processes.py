@@ -44,7 +44,7 @@ def walk(slots, count, live):
     seen = []
     for t in range(count):
         ended = slots.step(live, np.arange(len(live)) % 2 ^ t % 2)
-        ends = [(e.place, e.terminated, e.truncated, e.episode_return, e.episode_length, *e.observation) for e in ended]
+        ends = [(e.place, e.terminated, e.truncated, *e.episode[:2], *e.observation) for e in ended]
         seen.append((slots.observations.copy(), slots.rewards.copy(), ends))
     return seen
 

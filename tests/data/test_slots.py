@@ -29,7 +29,7 @@ def test_an_ended_episode_is_told_and_the_next_one_begins():
         ended = slots.step([1], np.array([t % 2]))
         last = alone.step(np.int64(t % 2))
     (end,) = ended
-    assert (end.place, end.terminated, end.truncated, end.episode_return, end.episode_length) == (1, False, True, 6.0, 6)
+    assert (end.place, end.terminated, end.truncated, end.episode) == (1, False, True, (6.0, 6, {}))
     assert np.array_equal(end.observation, last.observation)
     alone.begin(1)
     assert np.array_equal(slots.observations[1], alone.observation)
