@@ -148,6 +148,11 @@ ENVIRONMENTS = {
     "td3-pendulum": with_keys(PENDULUM, algorithm="td3", exploration={"noise": 0.2}),
     "ddpg-pendulum": with_keys(PENDULUM, algorithm="ddpg"),
     "sac-cartpole": with_keys(PENDULUM, environment__id="CartPole-v1"),
+    "agents": with_keys(
+        CARTPOLE,
+        environment={"id": "pettingzoo:mpe2.simple_spread_v3", "num_envs": 2, "steps_per_rollout": 8, "agent_id": True},
+        critic__input="state",
+    ),
 }
 
 
