@@ -228,14 +228,16 @@ class EnvSampler:
         slots, played = make_slots(config, self.seed, self.spaces, EVALUATION, restart=False), dict[int, Episode]()
         slots.open(range(num_episodes), {})
         each, there = slots.num_agents, slots.present
-        live = list(range(num_episodes * each)) if there is None else np.flatnonzero(there).tolist()
+        live = list(range(num_episodes * each))
         try:
             for _ in range(MAX_EVALUATION_STEPS):
+                if there is not None:
+                    live = np.flatnonzero(there).tolist()
                 actions = self._distribution(slots.observations[live]).mode.cpu().numpy()
                 ended = slots.step(live, actions)
                 played |= {end.place // each: end.episode for end in ended if end.episode is not None}
-                live = [place for place in live if place // each not in played and (there is None or there[place])]
-                if not live:
+                live = [place for place in live if place // each not in played]
+                if len(played) == num_episodes:
                     return [played[index] for index in range(num_episodes)]
         finally:
             slots.close()
