@@ -500,7 +500,7 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
     yield from _exploration_conflicts(config)
     if config.critic.input == "state" and (environment is None or not environment.shared):
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
-    if config.critic.input == "state" and replays:
+    if config.critic.input == "state" and config.replays:
         yield f'critic.input = "state": {config.algorithm} replays no states; leave it out'
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
         yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
