@@ -1,7 +1,7 @@
 """The ``hybridflow`` program.
 
-Exit codes: 0 done, 1 a worker process failed or ``doctor`` found a problem, 2 a user's mistake (told in one line each),
-130 interrupted.
+Exit codes: 0 done, 1 a worker process failed, ``doctor`` found a problem or a policy is over its budget of time, 2 a user's
+mistake (told in one line each), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -134,6 +134,19 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
     evaluate.add_argument("--episodes", type=int, metavar="N", help="of an environment; default: evaluation.limit")
     evaluate.add_argument("--json", action="store_true")
+    play = command("play", _play, f"watch what a run has learned in an environment; {OVERRIDE}", overrides=True)
+    play.add_argument("source", type=Path, metavar="RUN", help="run directory")
+    shown = play.add_mutually_exclusive_group()
+    shown.add_argument("--terminal", action="store_true", help="as text, or as pictures of coloured blocks; the default")
+    shown.add_argument("--video", type=Path, metavar="FILE", help="write a video, .mp4 or .gif")
+    shown.add_argument("--window", action="store_true", help="in a window of the environment's own")
+    play.add_argument("--episodes", type=int, default=1, metavar="N", help="default: 1")
+    play.add_argument(
+        "--first", type=int, default=0, metavar="I", help="number of the first episode, as in eval; default: 0"
+    )
+    export = command("export", _export, "write what a run in an environment has trained as an ONNX file, and check that")
+    export.add_argument("source", type=Path, metavar="RUN", help="run directory")
+    export.add_argument("file", type=Path, metavar="FILE.onnx")
     rank = command(
         "rank", _rank, f"make preference pairs: sample responses, score them, keep best and worst; {OVERRIDE}", True
     )
@@ -279,6 +292,15 @@ def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
     bench.add_argument("--precision", choices=("full", "bfloat16", "int8"), default="full", help="of the engine")
     bench.add_argument("--threads", type=int, help="default: torch's, usually all cores")
     bench.add_argument("--json", action="store_true")
+    latency = command(
+        "bench-policy", _bench_policy, "measure how long a policy takes from an observation to its action, in milliseconds"
+    )
+    latency.add_argument("source", type=Path, metavar="RUN", help="run directory")
+    latency.add_argument(
+        "--budget-ms", type=float, default=8.0, metavar="MS", help="exit code 1 if p99.9 is over it; default: 8"
+    )
+    latency.add_argument("--steps", type=int, default=10_000, metavar="N", help="steps to measure; default: 10000")
+    latency.add_argument("--json", action="store_true")
 
 
 def _train(options: Any) -> int:
@@ -292,6 +314,21 @@ def _eval(options: Any) -> None:
     from hybridflow.commands.evaluate import evaluate
 
     evaluate(options.source, options.overrides, options.json, options.episodes)
+
+
+def _play(options: Any) -> None:
+    from hybridflow.commands.play import play
+
+    if options.episodes < 1 or options.first < 0:
+        raise UserError(f"play: --episodes {options.episodes} --first {options.first}: expected at least 1, and 0 or more")
+    episodes = range(options.first, options.first + options.episodes)
+    play(options.source, options.overrides, episodes, options.video, options.window)
+
+
+def _export(options: Any) -> None:
+    from hybridflow.commands.export import export
+
+    export(options.source, options.file)
 
 
 def _rank(options: Any) -> None:
@@ -339,6 +376,14 @@ def _bench(options: Any) -> None:
 
     workload = Workload(options.prompts, options.group, options.prompt_tokens, options.new_tokens)
     bench_rollout(options.model, workload, options.dtype, options.precision, options.threads, options.json)
+
+
+def _bench_policy(options: Any) -> int:
+    from hybridflow.commands.bench_policy import bench_policy
+
+    if options.steps < 1000:
+        raise UserError(f"bench-policy: --steps {options.steps}: expected at least 1000, of which p99.9 leaves one out")
+    return bench_policy(options.source, options.budget_ms, options.steps, options.json)
 
 
 def _show(options: Any) -> int | None:

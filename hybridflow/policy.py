@@ -1,21 +1,65 @@
-"""A trained policy by itself, outside of a run: what plays, serves, exports and measures it starts from here."""
+"""A trained policy by itself, outside of a run: what plays, serves, exports and measures it starts from here.
+
+policy = Policy.load(Path("runs/cartpole"))
+action = policy.act(observation)          # for environment.step; or of a batch of observations a batch of actions
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from hybridflow.build_networks import actor_networks, main_network
 from hybridflow.commands.evaluate import run_config
 from hybridflow.config import RunConfig
 from hybridflow.core.batch import Array
-from hybridflow.core.errors import ModelError
-from hybridflow.data.envs import EnvironmentConfig, spaces_of
+from hybridflow.core.errors import DataError, ModelError
+from hybridflow.data.envs import EVALUATION, EnvironmentConfig, Slot, spaces_of
 
-__all__ = ["Policy"]
+__all__ = ["Acting", "Moment", "Policy"]
+
+
+class Acting(nn.Module):
+    """forward(observations [B, ...]) -> [B, ...] the likeliest actions, as the environment takes them: numbered from its
+    own start, or clipped to its bounds, in its own type. The same as ``data.envs`` makes of a policy's actions."""
+
+    start: Tensor
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, network: Any, action_space: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.numbered = type(action_space).__name__ in ("Discrete", "MultiDiscrete")
+        if self.numbered:
+            self.register_buffer("start", torch.tensor(action_space.start))
+        else:
+            self.register_buffer("low", torch.tensor(action_space.low))
+            self.register_buffer("high", torch.tensor(action_space.high))
+        self.dtype = torch.from_numpy(np.zeros(0, action_space.dtype)).dtype
+
+    def forward(self, observations: Tensor) -> Tensor:
+        mode: Tensor = self.network.distribution(observations).mode
+        if self.numbered:
+            return (mode + self.start).to(self.dtype)
+        return torch.minimum(torch.maximum(mode, self.low), self.high).to(self.dtype)
+
+
+class Moment(NamedTuple):
+    """An episode being played: its ``environment``, the ``observation`` that it shows, and how it went until now."""
+
+    environment: Any
+    observation: Array
+    episode_return: float
+    num_steps: int
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -28,17 +72,55 @@ class Policy:
     config: RunConfig
 
     @classmethod
-    def load(cls, run: Path) -> Policy:
-        """What the run in directory ``run`` has exported. ModelError: it hasn't, or was no run in an environment."""
-        config = run_config(run, ["--device", "cpu"])
+    def load(cls, run: Path, overrides: Sequence[str] = ()) -> Policy:
+        """What the run in directory ``run`` has exported, for the environment of its evaluations, with ``overrides`` of its
+        configuration, as on the command line. CheckpointError: there is no run; ModelError: it has exported nothing yet, or
+        was no run in an environment."""
+        config = run_config(run, ["--device", "cpu", *overrides])
         if config.environment is None:
             raise ModelError(f"{run}: a run on [data]; expected one in an [environment], whose policy acts")
-        spaces = spaces_of(config.environment)
+        environment = config.environment.with_options(config.evaluation.options)
+        spaces = spaces_of(environment)
         network = actor_networks(spaces, config)[main_network(config)].eval().requires_grad_(False)
-        return cls(network, config.environment, spaces, config)
+        return cls(network, environment, spaces, config)
 
-    @torch.inference_mode()
-    def act(self, observations: Array) -> Array:
-        """The likeliest action [B, ...] at each observation [B, ...]; discrete ones are numbered from 0."""
-        actions: Array = self.network.distribution(torch.from_numpy(observations)).mode.numpy()
-        return actions
+    @cached_property
+    def acting(self) -> Acting:
+        """What ``act`` runs."""
+        return Acting(self.network, self.spaces[1]).eval()
+
+    def act(self, observations: Any) -> Array:
+        """The likeliest action at one observation, or at each of a batch [B, ...], as ``environment.step`` takes it.
+
+        DataError if shape or type don't fit the space of observations.
+        """
+        seen = self._checked(np.asarray(observations))
+        one = seen.shape == (self.spaces[0].shape or ())
+        with torch.inference_mode():
+            actions: Array = self.acting(torch.from_numpy(seen[None] if one else seen)).numpy()
+        return actions[0] if one else actions
+
+    def _checked(self, observations: Array) -> Array:
+        space = self.spaces[0]
+        shape = space.shape or ()
+        if observations.shape not in (shape, (len(observations), *shape) if observations.ndim else shape):
+            expected = f"{shape}, or {('B', *shape)} for several".replace("'", "")
+            raise DataError(f"observations of shape {observations.shape}: expected {expected}")
+        if observations.dtype != space.dtype and not np.can_cast(observations.dtype, space.dtype, "same_kind"):
+            raise DataError(f"observations of type {observations.dtype}: expected {space.dtype}, as in {space}")
+        return observations.astype(space.dtype, copy=False)
+
+    def episode(self, number: int, options: Mapping[str, Any] | None = None) -> Iterator[Moment]:
+        """Play episode ``number`` of the run's evaluations, with further ``options`` of the environment: its moments, from
+        the first observation to the last."""
+        slot = Slot(self.environment.with_options(options or {}), self.config.seed, number, EVALUATION)
+        moment = Moment(slot.environment, slot.observation, 0.0, 0, False)
+        try:
+            yield moment
+            while not moment.ended:
+                observation, reward, terminated, truncated, _ = slot.environment.step(self.act(moment.observation))
+                total, ended = moment.episode_return + float(reward), bool(terminated or truncated)
+                moment = Moment(slot.environment, np.array(observation), total, moment.num_steps + 1, ended)
+                yield moment
+        finally:
+            slot.close()

@@ -120,6 +120,15 @@ def written(folder: Path, data: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def cartpole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a short run that has exported a policy with normalised observations."""
+    folder = tmp_path_factory.mktemp("cartpole")
+    path = written(folder, with_keys(CARTPOLE, actor__net__normalise=True))
+    assert main(["train", str(path)]) == 0
+    return folder / "run"
+
+
 class Saved(NamedTuple):
     """What a learner has saved: the folder with its tensors, and what the driver keeps."""
 

@@ -195,7 +195,7 @@ class CategoricalQNet(QNet):
     def log_probabilities(self, observations: Tensor) -> Tensor:
         """[N, K, Z]"""
         outputs: Tensor = self.mlp(self.features(observations))
-        return outputs.view(len(outputs), -1, len(self.support)).log_softmax(-1)
+        return outputs.view(outputs.shape[0], -1, len(self.support)).log_softmax(-1)
 
     def forward(self, observations: Tensor) -> Tensor:
         """[N, K] mean returns."""

@@ -1,0 +1,211 @@
+"""The export command: a policy as an ONNX file, with all that it needs, and checked against torch.
+
+observations [B, ...] in the environment's type  ->  actions [B, ...] as environment.step takes them
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.core.batch import Array
+from hybridflow.core.errors import ModelError, UserError
+from hybridflow.core.seeding import derive
+from hybridflow.models.layers import MLP
+from hybridflow.models.multi_discrete import MultiCategoricalPolicy
+from hybridflow.policy import Acting, Policy
+from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.rundir import RunDirectory
+
+__all__ = ["Check", "export", "needs_onnx", "run_onnx", "write_onnx"]
+
+NUM_OBSERVATIONS = 10_000
+SCALES = (0.1, 1.0, 10.0, 100.0)
+"""deviations of random observations where the space has no bounds"""
+WIDEST = 1e6
+MOST_REAL = 1000
+CHUNK = 500
+TOLERANCE = 1e-4
+"""float32 sums in another order differ by less, relative to the larger of 1 and the number"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """How the file's actions compare with torch's on ``num_random`` and ``num_real`` observations: ``ties`` discrete ones
+    differ where torch's two likeliest are equal within float error, continuous ones differ by ``difference`` at most."""
+
+    num_random: int
+    num_real: int
+    ties: int
+    difference: float
+
+    def __str__(self) -> str:
+        found = f"{self.num_random} random and {self.num_real} real observations: the same actions as torch's"
+        if self.ties:
+            found += f", but for {self.ties} ties, equal within float error"
+        return f"{found}, difference at most {self.difference:.2g}" if self.difference else found
+
+
+def export(run: Path, file: Path) -> None:
+    """Write the policy that ``run`` has exported to ``file``, whole and checked or not at all. ModelError: it acts
+    differently there."""
+    needs_onnx("export")
+    if file.suffix != ".onnx":
+        raise UserError(f"{file}: expected a name that ends in .onnx")
+    policy = Policy.load(run)
+    with tempfile.TemporaryDirectory(dir=file.parent if file.parent.is_dir() else None, prefix=".onnx-") as folder:
+        made = Path(folder) / file.name
+        write_onnx(policy, made, _metadata(run, policy))
+        check = _checked(policy, run_onnx(made))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(made.read_bytes())
+    print(f"{file}: {file.stat().st_size} bytes, checked on {check}")
+
+
+def needs_onnx(command: str) -> None:
+    """UserError if a package of the extra is missing."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f'{command}: needs {", ".join(missing)}, not installed here: pip install "hybridflow[export]"')
+
+
+def write_onnx(policy: Policy, file: Path, metadata: dict[str, str]) -> None:
+    """The policy as ONNX."""
+    import onnx
+
+    # A copy: tracing leaves tensors of its own in what modules cache.
+    acting = copy.deepcopy(Acting(policy.network, policy.spaces[1])).eval()
+    for module in acting.modules():
+        if isinstance(module, MLP):
+            module.twice_differentiable = True  # in plain operations
+    example = torch.from_numpy(_random_observations(policy, 2, np.random.default_rng(0)))
+    logger, batch = logging.getLogger("torch.onnx"), torch.export.Dim("batch")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)  # it misses torchvision
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            program = torch.onnx.export(
+                acting,
+                (example,),
+                dynamo=True,
+                verbose=False,
+                input_names=["observations"],
+                output_names=["actions"],
+                dynamic_shapes={"observations": {0: batch}},
+            )
+    finally:
+        logger.setLevel(level)
+    assert program is not None
+    model = program.model_proto
+    onnx.helper.set_model_props(model, metadata)
+    for node in model.graph.node:
+        node.ClearField("metadata_props")  # where in the source it comes from, with paths of this machine
+    onnx.checker.check_model(model)
+    onnx.save(model, str(file))
+
+
+def run_onnx(file: Path) -> Callable[[Array], Array]:
+    """What the file computes, by ONNX Runtime on one thread: observations [B, ...] -> actions [B, ...]."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+    def run(observations: Array) -> Array:
+        (actions,) = session.run(None, {"observations": observations})
+        return np.asarray(actions)
+
+    return run
+
+
+def _metadata(run: Path, policy: Policy) -> dict[str, str]:
+    """What the file tells of itself."""
+    observed, done = policy.spaces
+    told = {
+        "environment": policy.environment.id,
+        "algorithm": policy.config.algorithm,
+        "observation_space": str(observed),
+        "action_space": str(done),
+        "hybridflow_version": version("hybridflow"),
+    }
+    versions = [
+        record["policy_version"] for record in read_records(RunDirectory(run).metrics) if "policy_version" in record
+    ]
+    return {**told, "policy_version": str(int(versions[-1]))} if versions else told
+
+
+def _checked(policy: Policy, run: Callable[[Array], Array]) -> Check:
+    rng = np.random.default_rng(derive(policy.config.seed, "export"))
+    shown = [moment.observation for moment in islice(policy.episode(0), MOST_REAL)]
+    real = np.array(shown, policy.spaces[0].dtype)
+    ties, difference = 0, 0.0
+    parts = [_random_observations(policy, CHUNK, rng) for _ in range(NUM_OBSERVATIONS // CHUNK)]
+    for part in (*parts, *np.array_split(real, range(CHUNK, len(real), CHUNK))):
+        expected, found = policy.act(part), run(part)
+        if expected.dtype != found.dtype or expected.shape != found.shape:
+            what = f"{found.dtype} {found.shape}, torch's are {expected.dtype} {expected.shape}"
+            raise ModelError(f"the ONNX file's actions are {what}: not written")
+        if policy.acting.numbered:
+            ties += _ties(policy, part, expected, found)
+        else:
+            difference = max(difference, _difference(expected, found))
+    return Check(NUM_OBSERVATIONS, len(real), ties, difference)
+
+
+def _difference(expected: Array, found: Array) -> float:
+    """The largest between continuous actions. ModelError: it is more than float error."""
+    off = np.abs(found.astype(np.float64) - expected)
+    if not np.all(off <= TOLERANCE * np.maximum(1, np.abs(expected))):
+        raise ModelError(f"the ONNX file's actions differ from torch's by up to {off.max():.3g}: not written")
+    return float(off.max())
+
+
+def _ties(policy: Policy, observations: Array, expected: Array, found: Array) -> int:
+    """How many discrete actions differ where both are equally good. ModelError: elsewhere, too."""
+    rows = np.flatnonzero((expected != found).reshape(len(found), -1).any(1))
+    if not len(rows):
+        return 0
+    start = policy.spaces[1].start
+    gap = _gap(policy.network, observations[rows], expected[rows] - start, found[rows] - start)
+    if not np.all(gap <= TOLERANCE):
+        raise ModelError(f"{len(rows)} of the ONNX file's actions differ from torch's in {len(found)}: not written")
+    return len(rows)
+
+
+def _gap(network: Any, observations: Array, chosen: Array, other: Array) -> Array:
+    """[B] how much better torch finds ``chosen`` than ``other``, relative to the larger of 1 and its values' size."""
+    with torch.inference_mode():
+        values = network(torch.from_numpy(observations)).double().numpy()
+    sizes = network.sizes if isinstance(network, MultiCategoricalPolicy) else (values.shape[1],)
+    starts = np.cumsum([0, *sizes[:-1]])
+    columns = (np.reshape(numbers, (len(values), -1)) + starts for numbers in (chosen, other))
+    better, worse = (np.take_along_axis(values, column, 1) for column in columns)
+    gap: Array = ((better - worse) / np.maximum(1, np.abs(values).max(1, keepdims=True))).max(1)
+    return gap
+
+
+def _random_observations(policy: Policy, count: int, rng: np.random.Generator) -> Array:
+    """[count, ...] from the space; of several scales where it has no bounds, or such that no environment means them."""
+    space = copy.deepcopy(policy.spaces[0])
+    space.seed(int(rng.integers(2**31)))
+    drawn = np.array([space.sample() for _ in range(count)], space.dtype)
+    if not np.issubdtype(space.dtype, np.floating):
+        return drawn
+    low, high = (np.asarray(bound, np.float64) for bound in (space.low, space.high))
+    scales = rng.choice(SCALES, count).reshape(-1, *[1] * len(space.shape))
+    normal = np.clip(rng.standard_normal(drawn.shape) * scales, low, high)
+    return np.where(high - low < WIDEST, drawn, normal).astype(space.dtype)

@@ -1,0 +1,143 @@
+"""ONNX files of all kinds of policies act as torch does, or are not written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import CARTPOLE, Outcome, with_keys
+from gymnasium import spaces
+
+from hybridflow.build_networks import actor_networks, main_network
+from hybridflow.commands import export as module
+from hybridflow.commands.export import run_onnx, write_onnx
+from hybridflow.config import validate
+from hybridflow.core.errors import ModelError
+from hybridflow.data.envs import EnvironmentConfig
+from hybridflow.policy import Policy
+
+Program = Callable[..., Outcome]
+SEEN = spaces.Box(np.array([-1, -np.inf, 0], np.float32), np.array([1, np.inf, np.inf], np.float32))
+BYTES = spaces.Box(0, 255, (2, 3), np.uint8)
+NUMBERED = spaces.Discrete(6, start=-2)
+WIDE = spaces.Box(-np.inf, np.inf, (4,), np.float64)
+STEER = spaces.Box(np.array([-0.02, -2], np.float32), np.array([0.01, 3], np.float32))
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "categorical": (SEEN, spaces.Discrete(3, start=7), {"actor__net__normalise": True}),
+    "multi-discrete": (BYTES, spaces.MultiDiscrete([2, 4], start=np.array([5, -1])), {}),
+    "gaussian": (WIDE, spaces.Box(-0.05, 0.1, (2, 2), np.float64), {"actor__net__activation": "relu"}),
+    "squashed": (SEEN, STEER, {"algorithm": "sac"}),
+    "deterministic": (WIDE, STEER, {"algorithm": "td3"}),
+    "duelling": (SEEN, spaces.Discrete(4), {"algorithm": "dqn", "dqn": {"duelling": True}}),
+    "distributional": (NUMBERED, spaces.Discrete(4), {"algorithm": "dqn", "dqn": {"atoms": 11, "v_min": -1, "v_max": 1}}),
+    "table": (NUMBERED, spaces.Discrete(4), {"algorithm": "q_learning"}),
+}
+
+
+def policy(kind: str) -> Policy:
+    """A policy of random weights that is sure enough of itself to tell actions apart."""
+    observed, done, keys = KINDS[kind]
+    keys = {"run_dir": "unused", "ppo": None if "algorithm" in keys else {}, **keys}
+    if keys.get("algorithm") in ("dqn", "q_learning"):
+        keys |= {"critic": None, "environment__steps_per_rollout": 1}
+    config = validate(with_keys(CARTPOLE, **keys), "test")
+    network: Any = actor_networks((observed, done), config)[main_network(config)].eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    if config.actor.net.normalise:
+        network.features.observe(torch.randn(100, 3, generator=generator) * 5 + 2, lambda x: x)
+    return Policy(network, EnvironmentConfig(id="CartPole-v1"), (observed, done), config)
+
+
+@pytest.mark.parametrize("kind", ["categorical", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])])
+def test_every_kind_of_policy_acts_alike(kind: str, tmp_path: Path) -> None:
+    made = policy(kind)
+    write_onnx(made, tmp_path / "policy.onnx", {"some": "thing"})
+    run = run_onnx(tmp_path / "policy.onnx")
+    parts = [module._random_observations(made, size, np.random.default_rng(size)) for size in (1, 2, 997)]
+    for observations in parts:
+        expected, found = made.act(observations), run(observations)
+        assert found.dtype == expected.dtype == made.spaces[1].dtype and found.shape == expected.shape
+        assert np.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert all(made.spaces[1].contains(action) for action in found[:50])
+    assert len(np.unique(found)) > 2 and len(np.unique(observations)) > 5
+    assert not any(node.metadata_props for node in onnx.load(tmp_path / "policy.onnx").graph.node)
+
+
+def test_observations_are_of_the_space_and_of_several_scales() -> None:
+    for kind, (observed, _, _) in KINDS.items():
+        drawn = module._random_observations(policy(kind), 4000, np.random.default_rng(0))
+        assert drawn.dtype == observed.dtype and all(map(observed.contains, drawn[:200]))
+    assert np.ptp(module._random_observations(policy("multi-discrete"), 4000, np.random.default_rng(0))) == 255
+    wide = np.abs(module._random_observations(policy("gaussian"), 4000, np.random.default_rng(0))).max(1)
+    assert (wide < 0.4).sum() > 300 and (wide > 50).sum() > 300
+
+
+def test_a_run_s_policy_is_exported(cartpole_run: Path, hybridflow: Program, tmp_path: Path) -> None:
+    file = tmp_path / "made" / "cartpole.onnx"
+    outcome = hybridflow("export", cartpole_run, file)
+    assert outcome.code == 0 and "checked on 10000 random and" in outcome.out and "the same actions" in outcome.out
+    model = onnx.load(file)
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert told["environment"] == "CartPole-v1" and told["algorithm"] == "ppo" and told["hybridflow_version"]
+    records = [json.loads(line) for line in (cartpole_run / "metrics.jsonl").read_text().splitlines()]
+    assert told["policy_version"] == str(int(records[-1]["policy_version"]))
+    (seen,), (done,) = model.graph.input, model.graph.output
+    assert (seen.name, done.name) == ("observations", "actions")
+    run, loaded = run_onnx(file), Policy.load(cartpole_run)
+    for moment in loaded.episode(2):
+        assert run(moment.observation[None])[0] == loaded.act(moment.observation)
+    assert [path.name for path in tmp_path.rglob("*")] == ["made", "cartpole.onnx"]
+
+
+def test_a_file_that_acts_differently_is_not_written(
+    cartpole_run: Path, hybridflow: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(given: Policy, file: Path, metadata: dict[str, str]) -> None:
+        other = Policy.load(cartpole_run)
+        other.network.mlp.layers[-1].bias.data.add_(torch.tensor([0.05, 0.0]))
+        write_onnx(other, file, metadata)
+
+    monkeypatch.setattr(module, "write_onnx", wrong)
+    outcome = hybridflow("export", cartpole_run, tmp_path / "x.onnx")
+    assert outcome.code == 2 and "differ from torch's" in outcome.err and outcome.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ties_are_counted_and_mistakes_are_not_ties() -> None:
+    made = policy("multi-discrete")
+    seen = module._random_observations(made, 3, np.random.default_rng(0))
+    chosen = made.act(seen)
+    other = chosen.copy()
+    other[1] = [6 if chosen[1, 0] == 5 else 5, chosen[1, 1]]
+    assert module._ties(made, seen, chosen, chosen) == 0
+    with pytest.raises(ModelError, match="1 of the ONNX file's actions differ from torch's in 3"):
+        module._ties(made, seen, chosen, other)
+    made.network.mlp.layers[-1].weight.data[:2] = 0  # both choices of the first action become equally good
+    made.network.mlp.layers[-1].bias.data[:2] = 1
+    assert module._ties(made, seen, chosen, other) == 1
+
+
+def test_continuous_actions_may_differ_by_float_error_alone() -> None:
+    near = np.array([[1.0, 2000.0]], np.float32)
+    assert 0.05 < module._difference(near, near + np.float32([0.00005, 0.1])) < 0.11
+    for wrong in (near + np.float32([0.001, 0]), near * np.nan):
+        with pytest.raises(ModelError, match="differ from torch's"):
+            module._difference(near, wrong)
+
+
+def test_mistakes_are_told(cartpole_run: Path, hybridflow: Program, tmp_path: Path, monkeypatch: Any) -> None:
+    assert "expected a name that ends in .onnx" in hybridflow("export", cartpole_run, "policy.pt").err
+    assert "no such run directory" in hybridflow("export", tmp_path / "none", "policy.onnx").err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    told = hybridflow("export", cartpole_run, tmp_path / "policy.onnx").err
+    assert told == (
+        'error: export: needs onnx, onnxscript, onnxruntime, not installed here: pip install "hybridflow[export]"\n'
+    )
