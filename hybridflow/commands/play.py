@@ -6,10 +6,13 @@ It plays the episodes that evaluations play, by the same actions, so the returns
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,22 +128,18 @@ def _film(show: _Show, file: Path) -> None:
 def _write_mp4(frames: Iterator[Array], file: Path, fps: float) -> None:
     import imageio_ffmpeg
 
-    first = _even(next(frames))
+    first = next(frames)
     height, width = first.shape[:2]
-    writer = imageio_ffmpeg.write_frames(str(file), (width, height), fps=fps, macro_block_size=2)
-    writer.send(None)  # starts it
-    try:
-        writer.send(first)
-        for frame in frames:
-            writer.send(_even(frame))
-    finally:
-        writer.close()
-
-
-def _even(frame: Array) -> Array:
-    """With an even number of rows and columns, which the format needs."""
-    rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
-    return np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), mode="edge"))
+    given = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", f"{fps}", "-i", "-")
+    even = "pad=ceil(iw/2)*2:ceil(ih/2)*2"  # which the format needs
+    wanted = ("-vf", even, "-c:v", "libx264", "-pix_fmt", "yuv420p", str(file))
+    command = (imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error", *given, *wanted)
+    with suppress(BrokenPipeError), subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        for frame in itertools.chain([first], frames):
+            process.stdin.write(frame.tobytes())
+    if process.returncode:
+        raise UserError(f"--video: ffmpeg ended with exit code {process.returncode}; try a .gif file")
 
 
 def _write_gif(frames: Iterator[Array], file: Path, fps: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,10 +89,10 @@ def test_an_mp4_shows_every_step(odd: Path, hybridflow: Program, tmp_path: Path)
     outcome = hybridflow("play", odd, "--video", file, "--episodes", 2)
     told = ["episode 0: return 2, 4 steps", "episode 1: return 2, 4 steps", f"video: {file}"]
     assert outcome.code == 0 and outcome.out.splitlines() == told
-    reader = imageio_ffmpeg.read_frames(str(file))
-    about = next(reader)
-    frames = [np.frombuffer(frame, np.uint8).reshape(34, 66, 3) for frame in reader]
-    assert about["size"] == (66, 34) and about["fps"] == 10 and len(frames) == 10
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", file, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    read = subprocess.run(command, capture_output=True, check=True)
+    frames = np.frombuffer(read.stdout, np.uint8).reshape(-1, 34, 66, 3)
+    assert b"66x34" in read.stderr and b" 10 fps" in read.stderr and len(frames) == 10
     hues = [("red", "", "blue")[int(frame.mean((0, 1)).argmax())] for frame in frames]
     assert hues == ["red", "red", "blue", "blue", "blue"] * 2
     assert list(file.parent.iterdir()) == [file]
@@ -185,6 +186,13 @@ def test_a_missing_package_is_told(odd: Path, hybridflow: Program, monkeypatch: 
     assert told == f"error: --video {tmp_path}/x.mp4: imageio_ffmpeg is missing; " + (
         'pip install "hybridflow[video]", or give a .gif file\n'
     )
+
+
+def test_what_ffmpeg_refuses_is_told(odd: Path, hybridflow: Program, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("imageio_ffmpeg.get_ffmpeg_exe", lambda: "false")
+    outcome = hybridflow("play", odd, "--video", tmp_path / "x.mp4", "--episodes", 3)
+    assert outcome.code == 2 and "ffmpeg ended with exit code 1; try a .gif" in outcome.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_video_that_fails_leaves_nothing(odd: Path, hybridflow: Program, tmp_path: Path, monkeypatch: Any) -> None:
