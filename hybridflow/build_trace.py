@@ -32,7 +32,7 @@ from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import ShardMode, sharded_bytes
 
-__all__ = ["held", "places_of", "trace", "traced"]
+__all__ = ["held", "place", "places_of", "trace", "traced"]
 
 
 def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
@@ -58,7 +58,7 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
         runtime.times = config.train.updates_per_step // draws
         batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, draws * config.replay.batch_size)
     algorithm.learn(batch)
-    _place(runtime, config)
+    place(runtime, config)
     return runtime, first
 
 
@@ -82,7 +82,7 @@ def _demonstrations(makers: Mapping[str, Callable[[], Any]], runtime: TraceRunti
     return {"demonstrations": make}
 
 
-def _place(runtime: TraceRuntime, config: RunConfig) -> None:
+def place(runtime: TraceRuntime, config: RunConfig) -> None:
     """What the roles hold and where, into the graph."""
     placed, graph, where = config.placed, runtime.graph, str(config.torch_device)
     for role in runtime.roles.values():

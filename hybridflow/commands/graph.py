@@ -16,13 +16,14 @@ from hybridflow.core.graph import Call, Graph, RoleSize
 from hybridflow.telemetry.graph_picture import dot, graph_page
 from hybridflow.telemetry.graph_tables import (
     HELD,
+    MEMORY,
     PASSES,
     STAGES,
     aligned,
     call_size,
-    count,
     memory,
     pool_table,
+    role_table,
     stage_table,
     transfer_table,
 )
@@ -30,7 +31,6 @@ from hybridflow.telemetry.graph_tables import (
 __all__ = ["graph"]
 
 Form = Literal["text", "json", "dot"]
-MEMORY = ("weights", "gradients", "optimizer")
 
 
 def graph(path: Path, overrides: Sequence[str], form: Form, html: Path | None) -> None:
@@ -63,7 +63,7 @@ def _data(config: RunConfig, traced: Graph) -> dict[str, Any]:
 def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
     yield _headline(config, traced)
     yield ""
-    yield from _role_table(traced)
+    yield from aligned(role_table(traced), right=("parameters", "trained", *MEMORY))
     called = {call.role for call in traced.calls}
     idle = [role.name for role in traced.roles if role.name not in called]
     if idle:
@@ -100,25 +100,6 @@ def _headline(config: RunConfig, traced: Graph) -> str:
         f"Prompts have {prompt:.0f} tokens on average; responses are taken to be as long as they may, {response} tokens."
     )
     return f"{config.algorithm}: a step is {groups}. {lengths}"
-
-
-def _role_table(traced: Graph) -> Iterator[str]:
-    """Where all roles are in one process: without its columns of pools, and with the sums."""
-    header = ("role", "worker", "pool", "mesh", "where", "parameters", "trained", "dtype", *MEMORY, "model")
-    rows = [header, *map(_role_row, traced.roles)]
-    if not traced.pools:
-        sums = [
-            sum(getattr(role, f"{name}_bytes") for role in traced.roles) for name in ("weight", "gradient", "optimizer")
-        ]
-        rows = [row[:2] + row[4:] for row in (*rows, ("together", *[""] * 7, *map(memory, sums), ""))]
-    yield from aligned(rows, right=("parameters", "trained", *MEMORY))
-
-
-def _role_row(role: RoleSize) -> tuple[str, ...]:
-    trained = "frozen" if not role.trained else "all" if role.trained == role.parameters else count(role.trained)
-    network = (count(role.parameters), trained, role.dtype) if role.parameters else ("", "", "")
-    sizes = (memory(role.weight_bytes), memory(role.gradient_bytes), memory(role.optimizer_bytes))
-    return (role.name, role.worker, role.pool, role.mesh, role.where, *network, *sizes, role.model)
 
 
 def _call_lines(call: Call, traced: Graph) -> Iterator[str]:

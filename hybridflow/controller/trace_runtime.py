@@ -71,6 +71,11 @@ class TraceRuntime(KeepsState):
     def stop(self) -> None:
         return None
 
+    def begin(self, new_steps: float) -> None:
+        """Forget the calls so far; from here on ``new_steps`` is that of the workload."""
+        self.workload = replace(self.workload, new_steps=new_steps)
+        self.graph = replace(self.graph, calls=[], edges=[])
+
     def source(self, role: str, verb: str, batch: Batch) -> Batch:
         """A real batch without its values, as what ``role.verb`` gives."""
         return self._record(role, verb, "source", "", Batch({}, len(batch)), batch.traced(self._number))

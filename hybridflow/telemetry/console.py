@@ -21,7 +21,7 @@ from rich.text import Text
 
 from hybridflow.telemetry.metrics import METRICS, TIME_SPLIT, format_number, format_seconds
 
-__all__ = ["RunConsole"]
+__all__ = ["RunConsole", "step_words"]
 
 Values = Mapping[str, float]
 
@@ -120,11 +120,7 @@ class RunConsole:
 
     def _words(self) -> Iterator[str]:
         yield f"step {self._step}/{self._steps}"
-        yield from (f"{name} {format_number(value)}" for name, value in _numbers(self._metrics).items())
-        yield from _speeds(self._metrics)
-        if "time/step_s" in self._metrics:
-            parts = " ".join(f"{PARTS[key][0]} {share:.0%}" for key, share in _shares(self._metrics).items())
-            yield format_seconds(self._metrics["time/step_s"]) + (f" ({parts})" if parts else "")
+        yield from step_words(self._metrics)
         if self._step < self._steps:
             yield f"eta {self._eta()}"
 
@@ -184,6 +180,15 @@ class RunConsole:
         text.append(_interval(last), style="bold not dim")
         steps = f"steps {first_step} → {last_step}" if len(self._evaluations) > 1 else f"step {last_step}"
         return text.append(f"  {steps}")
+
+
+def step_words(metrics: Values) -> Iterator[str]:
+    """What a plain line tells of a step's metrics."""
+    yield from (f"{name} {format_number(value)}" for name, value in _numbers(metrics).items())
+    yield from _speeds(metrics)
+    if "time/step_s" in metrics:
+        parts = " ".join(f"{PARTS[key][0]} {share:.0%}" for key, share in _shares(metrics).items())
+        yield format_seconds(metrics["time/step_s"]) + (f" ({parts})" if parts else "")
 
 
 def _headline(metrics: Values) -> str | None:

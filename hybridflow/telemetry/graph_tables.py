@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hybridflow.core.graph import DRIVER, Call, Graph
+from hybridflow.core.graph import DRIVER, Call, Graph, RoleSize
 
 __all__ = [
     "HELD",
+    "MEMORY",
     "PASSES",
     "STAGES",
     "aligned",
@@ -15,11 +16,13 @@ __all__ = [
     "count",
     "memory",
     "pool_table",
+    "role_table",
     "stage_table",
     "transfer_table",
 ]
 
 Rows = list[tuple[str, ...]]
+MEMORY = ("weights", "gradients", "optimizer")
 
 HELD = "What each worker process of a pool holds."
 PASSES = (
@@ -61,6 +64,23 @@ def call_size(call: Call, unit: str) -> str:
     parts = [f"{call.rows:,} rows"]
     parts += [f"{number:,} {what}" for number, what in ((call.tokens_in, read), (call.tokens_out, f"new {unit}")) if number]
     return ", ".join(parts) + (f", {call.times} times" if call.times > 1 else "")
+
+
+def role_table(graph: Graph) -> Rows:
+    """With its header: the roles. Where all of them are in one process: without the columns of pools, and with the sums."""
+    header = ("role", "worker", "pool", "mesh", "where", "parameters", "trained", "dtype", *MEMORY, "model")
+    rows = [header, *map(_role_row, graph.roles)]
+    if graph.pools:
+        return rows
+    sums = [sum(getattr(role, f"{name}_bytes") for role in graph.roles) for name in ("weight", "gradient", "optimizer")]
+    return [row[:2] + row[4:] for row in (*rows, ("together", *[""] * 7, *map(memory, sums), ""))]
+
+
+def _role_row(role: RoleSize) -> tuple[str, ...]:
+    trained = "frozen" if not role.trained else "all" if role.trained == role.parameters else count(role.trained)
+    network = (count(role.parameters), trained, role.dtype) if role.parameters else ("", "", "")
+    sizes = (memory(role.weight_bytes), memory(role.gradient_bytes), memory(role.optimizer_bytes))
+    return (role.name, role.worker, role.pool, role.mesh, role.where, *network, *sizes, role.model)
 
 
 def pool_table(graph: Graph) -> Rows:
