@@ -18,7 +18,6 @@ What a program creates adds up to a configuration (of PPO); the first call that 
 from __future__ import annotations
 
 import difflib
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,14 +262,13 @@ class Sampler:
 
     def collect(self, actor: Network, steps: int) -> Batch:
         """``steps`` steps of all environments together, drawn from the ``actor``; a row is a piece of an episode."""
-        start_s = time.perf_counter()
         self.context._own("collect", actor, "actor")
         _whole("collect: steps", steps, 1)
         program, slots = self.context._program, np.arange(self.config.num_envs)
         workers = program.workers
         num_steps = steps // len(slots) + (slots < steps % len(slots))
         source = Batch({"slot": slots, "num_steps": num_steps})
-        program.begin(source, start_s)
+        program.begin(source)
         uses = {"environments": self.number, **actor.use}
         with program.line("sampler", "collect", f"with actor, steps={steps}", uses, (self.number,)):
             return workers.actor.rollout(source)
@@ -317,11 +315,12 @@ def compute_gae(experiences: Batch, critic: Network, gamma: float = 0.99, lam: f
 
     ``gamma``: discount; ``lam``: 0 trusts the critic, 1 the rewards.
     """
-    context = critic.context
-    context._own("compute_gae", critic, "critic")
+    if not isinstance(critic, Network):
+        _refuse(f"compute_gae: got {type(critic).__name__}, expected a network of ctx.create_network")
+    critic.context._own("compute_gae", critic, "critic")
     _check_columns("compute_gae: experiences", experiences, COLLECTED, "what sampler.collect gave")
     method = parse(PPOConfig, {"gamma": gamma, "lam": lam}, "compute_gae")
-    program = context._program
+    program = critic.context._program
     program.method = method
     with program.line("critic", "compute_gae", f"gamma={gamma}, lam={lam}", critic.use):
         batch = program.workers.critic.compute_values(experiences)

@@ -5,6 +5,7 @@ is recorded of every epoch. ``context.py`` is what a program sees of it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -165,10 +166,10 @@ class Program:
         critic = makers["critic"]() if "critic" in self.networks else None
         return Workers(parts, makers["actor"](), critic, makers["estimator"]())
 
-    def begin(self, source: Batch, start_s: float) -> None:
+    def begin(self, source: Batch) -> None:
         """The epoch before is over, another one starts from the slots of ``source``."""
         self.finish()
-        self._epoch = _Epoch(source, start_s)
+        self._epoch = _Epoch(source, time.perf_counter())
         self.runtime.begin(source, float(source["num_steps"].mean()))
 
     @contextmanager
@@ -252,14 +253,12 @@ class Program:
         epoch, config = self._current, self.config()
         self.record()
         seen = self.trace.graph
-        workers = Graph(seen.roles, seen.calls, seen.edges, seen.pools)
-        written = self.runtime.new_bytes.get(1, 0)
-        shards = shards_of(config, epoch.source, written)
         given = (seen.roles, seen.calls, seen.edges, seen.pools)
+        collected = next(iter(self.runtime.new_bytes.values()), 0)
         return Graphs(
-            contracted([*self.created, *epoch.lines], workers),
-            PhysicalGraph(*given, shards, self._chosen(config)),
-            ExecutionPlan(*given, list(epoch.spans), fused(config), reused(workers)),
+            contracted([*self.created, *epoch.lines], seen),
+            PhysicalGraph(*given, shards_of(config, epoch.source, collected), self._chosen(config)),
+            ExecutionPlan(*given, list(epoch.spans), fused(config), reused(seen)),
         )
 
     def _chosen(self, config: RunConfig) -> list[str]:
@@ -293,20 +292,12 @@ def fused(config: RunConfig) -> list[str]:
 
 def reused(graph: Graph) -> list[str]:
     """Memory that serves more than one purpose, instead of a copy."""
-    sampler, pools = next(role for role in graph.roles if role.name == "sampler"), {r.name: r.pool for r in graph.roles}
-    there = [
-        edge for edge in graph.edges if graph.pool_of(graph.calls[edge.writer]) == graph.pool_of(graph.calls[edge.reader])
-    ]
-    weights = f"the sampler acts with {sampler.model}"
+    [sampler] = [role for role in graph.roles if role.name == "sampler"]
+    weights = "the sampler acts with the actor's own weights"
     if sampler.copy_of:
-        weights = (
-            f"the sampler's copy of the actor's weights, renewed in place, {memory(sampler.weight_bytes)} in each epoch"
-        )
-    read = memory(sum(edge.bytes or 0 for edge in there))
-    return [
-        weights,
-        f"columns are read where they were written: {read} within pools ({', '.join(sorted(set(pools.values())))})",
-    ]
+        weights = f"the sampler's copy of the actor's weights, published into its place: {memory(sampler.weight_bytes)}"
+    inside = memory(sum(transfer.bytes for transfer in graph.transfers() if transfer.source == transfer.target))
+    return [weights, f"columns that are read in the process that wrote them: {inside} in an epoch"]
 
 
 def _size(worker: Call) -> tuple[int, int, int]:
