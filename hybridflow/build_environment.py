@@ -104,12 +104,11 @@ class EnvironmentParts:
 
     @property
     def evaluate(self) -> Callable[[], Evaluation]:
-        return self._evaluate
+        return lambda: self.evaluated(self.config.evaluation.limit)
 
-    def _evaluate(self) -> Evaluation:
+    def evaluated(self, num_episodes: int) -> Evaluation:
         """Mean return of whole episodes, of several agents the sum of theirs, under the greedy policy."""
-        given = self.config.evaluation
-        played = self.actor.sampler.evaluate(given.limit, given.options)
+        played = self.actor.sampler.evaluate(num_episodes, self.config.evaluation.options)
         returns = [episode.episode_return for episode in played]
         others = {
             "return_min": min(returns),

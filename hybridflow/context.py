@@ -41,7 +41,6 @@ from hybridflow.models.nets import NetConfig
 from hybridflow.ops.advantages import gae, whiten
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.telemetry.console import step_words
-from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.optimizer import OptimizerConfig
 
 __all__ = ["HybridFlowContext", "Network", "NetworkOptimizer", "Sampler", "compute_gae"]
@@ -278,8 +277,7 @@ class Sampler:
         its 95 % confidence interval (``low``, ``high``)."""
         self.context._own("evaluate", actor, "actor")
         _whole("evaluate: episodes", episodes, 1)
-        returns = self.context._program.workers.actor.sampler.evaluate(episodes)
-        return Evaluation(*mean_interval(returns), len(returns))
+        return self.context._program.workers.parts.evaluated(episodes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ import torch
 
 from hybridflow import checkpoint
 from hybridflow.algorithms.ppo import PPOConfig
-from hybridflow.build import Parts, make_makers, make_parts, make_runtime
+from hybridflow.build import make_makers, make_parts, make_runtime
+from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_trace import place
 from hybridflow.config import CheckpointConfig, RunConfig, resolved, validate
 from hybridflow.context_graph import ExecutionPlan, Graphs, Line, PhysicalGraph, contracted, shards_of
@@ -57,7 +58,7 @@ class Settings:
 class Workers(NamedTuple):
     """What the configuration comes to. ``critic``: None where the program has none."""
 
-    parts: Parts
+    parts: EnvironmentParts
     actor: LinkedActor
     critic: Any
     estimator: Estimator
@@ -102,7 +103,7 @@ class Program:
         """The run of PPO that the program amounts to."""
         settings, environment, optimizer = self.settings, self.environment, self.optimizer
         assert environment is not None, "a context has a sampler before it has workers"
-        moved = {} if optimizer is None else {"optimizer": optimizer.model_dump()}
+        moved = {} if optimizer is None else {"optimizer": optimizer.model_dump(exclude_unset=True)}
         data: dict[str, Any] = {
             "algorithm": "ppo",
             "run_dir": run_dir,
@@ -110,14 +111,15 @@ class Program:
             "device": settings.device,
             "threads": settings.threads,
             "ppo": self.method.model_dump(),
-            "environment": environment.model_dump() | self._steps_per_rollout(environment.num_envs),
+            "environment": environment.model_dump(exclude_unset=True) | self._steps_per_rollout(),
             "train": {"steps": steps, **self.plan},
-            **{role: {"net": net.model_dump(), **moved} for role, net in self.networks.items()},
+            **{role: {"net": net.model_dump(exclude_unset=True), **moved} for role, net in self.networks.items()},
         }
         return validate(data | (self._placed(environment) if settings.runtime == "ray" else {}), "program")
 
-    def _steps_per_rollout(self, num_envs: int) -> dict[str, int]:
-        return {} if self._epoch is None else {"steps_per_rollout": int(self._epoch.source["num_steps"].max())}
+    def _steps_per_rollout(self) -> dict[str, int]:
+        epoch = self._epoch or self._finished
+        return {} if epoch is None else {"steps_per_rollout": int(epoch.source["num_steps"].max())}
 
     def _placed(self, environment: EnvironmentConfig) -> dict[str, Any]:
         """Sections of where roles run: environments in their workers, the critic beside the actor."""
@@ -125,8 +127,9 @@ class Program:
         if self._device.type == "cuda":  # a process has a GPU to itself
             pools, roles = {"main": min(workers, torch.cuda.device_count())}, {}
         else:
-            pools = {"actor": 1, "critic": 1, "environments": workers}
-            roles = {"actor": "actor", "critic": "critic", "estimator": "critic", "sampler": "environments"}
+            apart = "critic" if "critic" in self.networks else "actor"
+            pools = {"actor": 1, apart: 1, "environments": workers}
+            roles = {"actor": "actor", "critic": apart, "estimator": apart, "sampler": "environments"}
         return {
             "runtime": {"kind": "ray", "slots": sum(pools.values())},
             "placement": {"pools": pools, "roles": roles},
@@ -162,6 +165,7 @@ class Program:
 
     def _make(self, config: RunConfig, runtime: Runtime) -> Workers:
         parts = make_parts(config, runtime)
+        assert isinstance(parts, EnvironmentParts), "it has an [environment]"
         makers = make_makers(config, parts, runtime)
         critic = makers["critic"]() if "critic" in self.networks else None
         return Workers(parts, makers["actor"](), critic, makers["estimator"]())
@@ -177,12 +181,12 @@ class Program:
         self, role: str, verb: str, told: str, uses: Mapping[str, int], changes: tuple[int, ...] = ()
     ) -> Iterator[None]:
         """A call of the program: what happens inside belongs to it."""
-        before = self.trace.graph.calls
-        first = len(before)
+        first = len(self.trace.graph.calls)
         yield
         calls = self.trace.graph.calls
         worker, lines = calls[first], self._current.lines
-        call = Call(len(self.created) + len(lines), role, verb, worker.kind, told, *_size(worker), calls[-1].writes)
+        size = worker.rows, worker.tokens_in, worker.tokens_out
+        call = Call(len(self.created) + len(lines), role, verb, worker.kind, told, *size, calls[-1].writes)
         lines.append(Line(call, tuple(uses.items()), changes, first, len(calls)))
 
     @property
@@ -200,7 +204,7 @@ class Program:
         metrics, spans = self.runtime.drain()
         epoch.metrics.merge(metrics)
         epoch.spans += spans
-        end_s = max(span.start_s + span.duration_s for span in epoch.spans)
+        end_s = max((span.start_s + span.duration_s for span in epoch.spans), default=epoch.start_s)
         return describe(epoch.metrics.values() | {"time/step_s": end_s - epoch.start_s}, epoch.spans, self._memory)
 
     def finish(self) -> None:
@@ -298,7 +302,3 @@ def reused(graph: Graph) -> list[str]:
         weights = f"the sampler's copy of the actor's weights, published into its place: {memory(sampler.weight_bytes)}"
     inside = memory(sum(transfer.bytes for transfer in graph.transfers() if transfer.source == transfer.target))
     return [weights, f"columns that are read in the process that wrote them: {inside} in an epoch"]
-
-
-def _size(worker: Call) -> tuple[int, int, int]:
-    return worker.rows, worker.tokens_in, worker.tokens_out
