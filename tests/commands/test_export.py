@@ -43,7 +43,9 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def policy(kind: str) -> Policy:
     """A policy of random weights that is sure enough of itself to tell actions apart."""
     observed, done, keys = KINDS[kind]
-    keys = {"run_dir": "unused", "ppo": None if "algorithm" in keys else {}, **keys}
+    if "algorithm" in keys:
+        keys = {"ppo": None, "train": {"steps": 2}, **keys}
+    keys = {"run_dir": "unused", **keys}
     if keys.get("algorithm") in ("dqn", "q_learning"):
         keys |= {"critic": None, "environment__steps_per_rollout": 1}
     config = validate(with_keys(CARTPOLE, **keys), "test")
