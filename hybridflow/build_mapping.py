@@ -33,7 +33,7 @@ from hybridflow.core.roles import Kind, Role
 from hybridflow.core.toml_edit import edit_toml
 from hybridflow.planner.cluster import Cluster, Machine
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
-from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Strategy
 from hybridflow.planner.sizes import ModelSize
 from hybridflow.workers.parts import WHOLE
 
@@ -298,10 +298,8 @@ def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
     """What no configuration says."""
     if mapping.schedule != "sync":
         yield f'schedule = "{mapping.schedule}": a run generates and learns by turns'
-    if mapping.reshard not in ("hybridflow", "publish"):
-        yield f'weights by "{mapping.reshard}": a run keeps them in place or publishes them'
-    if not mapping.kv_cache:
-        yield "generation without a cache: a run has one"
+    if mapping.practice != OURS:
+        yield f"{mapping.practice}: a run has practices of its own, {OURS}"
     kinds = dict.fromkeys(pool.machine.device.name for pool in mapping.pools)
     if any(pool.machine != mapping.pools[0].machine for pool in mapping.pools):
         yield f"pools on machines of several kinds ({', '.join(kinds)}): a run takes machines as they come"

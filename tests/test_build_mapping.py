@@ -24,7 +24,7 @@ from hybridflow.core.toml_edit import edit_toml
 from hybridflow.planner.cluster import PRESETS, Machine, parse_cluster
 from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import TaskGraph
-from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.mapping import DeviceMapping, Pool, Practice, Strategy
 
 PAIRS = [{"prompt": "3+4=", "chosen": "7", "rejected": "8"}, {"prompt": "1+1=", "chosen": "2", "rejected": "31"}] * 4
 
@@ -359,8 +359,7 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
     ("change", "said"),
     [
         ({"schedule": "async"}, 'schedule = "async": a run generates and learns by turns'),
-        ({"reshard": "vanilla"}, 'weights by "vanilla": a run keeps them in place or publishes them'),
-        ({"kv_cache": False}, "generation without a cache: a run has one"),
+        ({"practice": Practice("vanilla")}, "Practice(reshard='vanilla', kv_cache=True, batch=0): a run has practices of"),
         ({"pools": (Pool("all", MACHINE, 4, ("actor",)),)}, "reward is on 0 pools; expected each of reward, reference, "),
         (
             {"pools": (Pool("all", MACHINE, 4, NAMES[1:]), Pool("h", PRESETS["h100"], 4, NAMES[:1]))},

@@ -19,21 +19,16 @@ from dataclasses import replace
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.planner.cluster import Cluster, Machine
-from hybridflow.planner.cost import CostModel, Estimate, batches
-from hybridflow.planner.graph import ModelRole, Task, TaskGraph
-from hybridflow.planner.mapping import DeviceMapping, Strategy
+from hybridflow.planner.cost import CostModel
+from hybridflow.planner.graph import ModelRole, TaskGraph
+from hybridflow.planner.mapping import DeviceMapping, Practice, Strategy
 from hybridflow.planner.search import search
-from hybridflow.reshard.plan import Strategy as Reshard
 
 __all__ = ["baselines"]
 
 
 class _System(CostModel):
-    """A cost model of what a system offers: fewer strategies, and its own way from training to generation."""
-
-    reshard: Reshard = "hybridflow"
-    kv_cache = True
-    batch = 0
+    """A cost model of what a system offers: fewer strategies, and its own practice."""
 
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost.graph, cost.efficiency, cost.without, cost.max_pp, even_stages=cost.even_stages)
@@ -52,39 +47,6 @@ class _System(CostModel):
     def strategies(self, role: ModelRole, machine: Machine, devices: int) -> list[Strategy]:
         return [one for one in super().strategies(role, machine, devices) if self.offers(role, one)]
 
-    def seconds(
-        self,
-        task: Task,
-        strategy: Strategy,
-        machine: Machine,
-        free_bytes: float = 0.0,
-        kv_cache: bool = True,
-        batch: int = 0,
-    ) -> Estimate | None:
-        return super().seconds(task, strategy, machine, free_bytes, self.kv_cache, self.batch)
-
-    def shared_bytes(
-        self, sampler: ModelRole, training: Strategy, generation: Strategy, reshard: Reshard = "hybridflow"
-    ) -> float:
-        return super().shared_bytes(sampler, training, generation, self.reshard)
-
-    def transition(
-        self,
-        sampler: ModelRole,
-        training: Strategy,
-        generation: Strategy,
-        machine: Machine,
-        reshard: Reshard = "hybridflow",
-    ) -> Estimate | None:
-        found = super().transition(sampler, training, generation, machine, self.reshard)
-        times = max(batches(task, generation, self.batch) for task in self._tasks[sampler.name])
-        return found and Estimate({name: times * seconds for name, seconds in found.parts.items()})
-
-    def publishing(
-        self, sampler: ModelRole, generation: Strategy, machine: Machine, reshard: Reshard = "publish"
-    ) -> Estimate:
-        return super().publishing(sampler, generation, machine, "broadcast")
-
 
 class _Zero3(_System):
     def _variants(self, role: ModelRole, pp: int, tp: int, dp: int) -> list[Strategy]:
@@ -99,24 +61,25 @@ class _Zero3(_System):
 
 
 class _DeepSpeedChat(_Zero3):
-    reshard: Reshard = "gather_all"
-    batch = 4
+    practice = Practice("gather_all", batch=4)
 
     def _variants(self, role: ModelRole, pp: int, tp: int, dp: int) -> list[Strategy]:
         found = super()._variants(role, pp, tp, dp)
-        return [*dict.fromkeys(one._replace(rows=min(one.rows, self.batch)) for one in found)]
+        return [*dict.fromkeys(one._replace(rows=min(one.rows, self.practice.batch)) for one in found)]
 
     def pools(self) -> list[list[str]]:
         return [[role.name for role in self.graph.roles]]
 
 
 class _OpenRLHF(_Zero3):
+    practice = Practice("broadcast")
+
     def pools(self) -> list[list[str]]:
         return [[role.name] for role in self.graph.roles]
 
 
 class _NeMoAligner(_System):
-    kv_cache = False
+    practice = Practice(None, kv_cache=False)
 
     def offers(self, role: ModelRole, strategy: Strategy) -> bool:
         return strategy.shard != "fsdp"
@@ -130,16 +93,6 @@ class _NeMoAligner(_System):
         count = len(self.pools())
         share = cluster.devices // count
         return [cluster.devices - share * (count - 1)] + [share] * (count - 1)
-
-    def transition(
-        self,
-        sampler: ModelRole,
-        training: Strategy,
-        generation: Strategy,
-        machine: Machine,
-        reshard: Reshard = "hybridflow",
-    ) -> Estimate | None:
-        return Estimate() if training[:3] == generation[:3] else None
 
 
 SYSTEMS: Mapping[str, type[_System]] = {
@@ -167,6 +120,4 @@ def _mapping(graph: TaskGraph, cluster: Cluster, system: _System) -> DeviceMappi
     except ConfigError as error:
         return str(error.problems[0])
     assert found.best.mapping is not None
-    elsewhere = any(system.roles[pool.roles[0]].weights_of for pool in found.best.mapping.pools)
-    reshard: Reshard = "broadcast" if elsewhere else system.reshard
-    return replace(found.best.mapping, reshard=reshard, kv_cache=system.kv_cache, batch=system.batch)
+    return replace(found.best.mapping, practice=system.practice)

@@ -30,11 +30,10 @@ from hybridflow.planner.drawing import Pace, cacheless_parts, draw_parts, least_
 from hybridflow.planner.footprint import held_bytes, working_bytes
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
 from hybridflow.planner.links import Links
-from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Practice, Strategy
 from hybridflow.planner.moving import nested, reshard_traffic
 from hybridflow.planner.passes import Speeds, forward_parts, train_parts
 from hybridflow.planner.profile import Profile
-from hybridflow.reshard.plan import Strategy as Reshard
 
 __all__ = ["ROWS", "CostModel", "Efficiency", "Estimate", "batches"]
 
@@ -91,8 +90,10 @@ class CostModel:
 
     ``without``: names of parts that are left out. Of strategies, pipelines of more than ``max_pp`` stages aren't proposed,
     and no ways to share out than ``shards``; with ``even_stages`` all stages have equally many layers, as systems that
-    can't cut otherwise want it.
+    can't cut otherwise want it. ``practice``: of mappings that don't bring theirs.
     """
+
+    practice = OURS
 
     def __init__(
         self,
@@ -168,20 +169,18 @@ class CostModel:
         strategy: Strategy,
         machine: Machine,
         free_bytes: float = 0.0,
-        kv_cache: bool = True,
-        batch: int = 0,
+        practice: Practice | None = None,
     ) -> Estimate | None:
         """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache): ``usable_bytes`` less what the
-        roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. ``kv_cache``, ``batch``: of
-        the mapping. None: it doesn't fit."""
-        role = self.roles.get(task.role)
+        roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
+        role, (_, kv_cache, batch) = self.roles.get(task.role), practice or self.practice
         draws = role is not None and task.kind == "generate"
         key = task.name, strategy, id(machine), free_bytes if draws else 0.0, kv_cache, batch
         if key not in self._seconds:
             if draws and batch:
                 task = replace(task, slots=batch * strategy.pp * strategy.tp)
             parts = self._parts(role, task, strategy, machine, free_bytes, kv_cache)
-            if parts and role is not None and batch and task.kind != "train":
+            if parts and role is not None and task.kind != "train":
                 parts["call"] *= batches(task, strategy, batch)
             self._seconds[key] = None if parts is None else self._estimate(parts)
         return self._seconds[key]
@@ -222,11 +221,11 @@ class CostModel:
         return self._places[key][1:]
 
     def shared_bytes(
-        self, sampler: ModelRole, training: Strategy, generation: Strategy, reshard: Reshard = "hybridflow"
+        self, sampler: ModelRole, training: Strategy, generation: Strategy, practice: Practice | None = None
     ) -> float:
         """Of a sampler's weights on a device, those that are the learner's in the same place, beside it on one pool."""
         same = (training.pp, training.tp) == (generation.pp, generation.tp)
-        if not nested(training, generation) or (reshard != "hybridflow" and not same):
+        if not nested(training, generation) or ((practice or self.practice).reshard != "hybridflow" and not same):
             return 0.0
         return self._profiles[sampler.name].numbers(training.pp, training.tp) * sampler.itemsize
 
@@ -236,10 +235,13 @@ class CostModel:
         training: Strategy,
         generation: Strategy,
         machine: Machine,
-        reshard: Reshard = "hybridflow",
+        practice: Practice | None = None,
     ) -> Estimate | None:
-        """Of the weights, from training to generation and back, on one pool. None: what is trained so can't generate so
-        (pp x tp of generation must divide that of training)."""
+        """Of the weights, from training to generation and back, on one pool, as often as there are batches. None: what is
+        trained so can't generate so (pp x tp of generation must divide that of training)."""
+        reshard, _, batch = practice or self.practice
+        if reshard is None:
+            return Estimate() if training[:3] == generation[:3] else None
         gathers = training.shard == "fsdp" and training.dp > 1
         if not gathers and training.pp * training.tp % (generation.pp * generation.tp):
             return None
@@ -247,16 +249,20 @@ class CostModel:
         size, (_, links) = self._size(sampler), self._place(sampler, machine)
         outside = traffic.outside * min(machine.devices, training.devices) / traffic.wanted
         gather = size * ((traffic.received - traffic.outside) * links.link + outside * links.network)
-        return self._moved(size * traffic.assembled, gather)
+        times = max((batches(task, generation, batch) for task in self._tasks[sampler.name]), default=1)
+        once = self._moved(size * traffic.assembled, gather)
+        return Estimate({name: times * seconds for name, seconds in once.parts.items()})
 
     def publishing(
-        self, sampler: ModelRole, generation: Strategy, machine: Machine, reshard: Reshard = "publish"
+        self, sampler: ModelRole, generation: Strategy, machine: Machine, practice: Practice | None = None
     ) -> Estimate:
         """Of the weights, to a sampler on another pool; the pool that takes them is what limits it, so that a pool's cost
         depends on nothing but its own roles."""
         size, (_, links) = self._size(sampler), self._place(sampler, machine)
         own = 1 / (generation.pp * generation.tp)
-        if reshard == "broadcast":  # the whole model comes to a machine once, and all of its devices take it
+        if (
+            practice or self.practice
+        ).reshard == "broadcast":  # the whole model comes to a machine once, and all of its devices take it
             return self._moved(size, size * links.network)
         arriving = min(machine.devices, generation.devices) * own
         return self._moved(size * own, size * arriving * links.network)
@@ -294,8 +300,7 @@ class CostModel:
             role, pool = self.roles[task.role], pools[task.role]
             if role.weights_of and task.role not in prepared:
                 prepared.add(task.role)
-                times = batches(task, mapping.strategies[role.name], mapping.batch)
-                parts |= {"transition": times * self._weights(mapping, role).seconds}
+                parts |= {"transition": self._weights(mapping, role).seconds}
             parts["transfer"] = sum(
                 self.transfer(edge, pool.machine, pool.devices)
                 for edge in self.graph.edges
@@ -310,7 +315,7 @@ class CostModel:
     def _own(self, mapping: DeviceMapping, task: Task) -> Estimate:
         pool, s = mapping.pool_of(task.role), mapping.strategies[task.role]
         free = self._free(mapping, self.roles[task.role], pool) if task.kind == "generate" else 0.0
-        estimate = self.seconds(task, s, pool.machine, free, mapping.kv_cache, mapping.batch)
+        estimate = self.seconds(task, s, pool.machine, free, mapping.practice)
         if estimate is None:
             raise ConfigError(
                 [
@@ -327,16 +332,15 @@ class CostModel:
         free = self.usable_bytes(pool.machine) - held
         if sampler.weights_of in pool.roles:
             training = mapping.strategies[sampler.weights_of]
-            free += self.shared_bytes(sampler, training, mapping.strategies[sampler.name], mapping.reshard)
+            free += self.shared_bytes(sampler, training, mapping.strategies[sampler.name], mapping.practice)
         return free
 
     def _weights(self, mapping: DeviceMapping, sampler: ModelRole) -> Estimate:
         pool, generation = mapping.pool_of(sampler.name), mapping.strategies[sampler.name]
         if sampler.weights_of not in pool.roles:
-            reshard: Reshard = "broadcast" if mapping.reshard == "broadcast" else "publish"
-            return self.publishing(sampler, generation, pool.machine, reshard)
+            return self.publishing(sampler, generation, pool.machine, mapping.practice)
         training = mapping.strategies[sampler.weights_of]
-        found = self.transition(sampler, training, generation, pool.machine, mapping.reshard)
+        found = self.transition(sampler, training, generation, pool.machine, mapping.practice)
         if found is None:
             raise ConfigError(
                 [

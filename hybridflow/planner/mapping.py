@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from hybridflow.planner.cluster import Machine
 from hybridflow.reshard.plan import Strategy as Reshard
 
-__all__ = ["DeviceMapping", "Pool", "Schedule", "Strategy"]
+__all__ = ["OURS", "DeviceMapping", "Pool", "Practice", "Schedule", "Strategy"]
 
 Schedule = Literal["sync", "async"]
 """async: rollouts of the next step run beside learning, one step stale"""
@@ -43,19 +43,31 @@ class Pool(NamedTuple):
     roles: tuple[str, ...]
 
 
+class Practice(NamedTuple):
+    """What a system does in its own way.
+
+    ``reshard``: how a sampler gets the learner's weights, by the words of ``reshard.plan``; on another pool they are
+    published, or all of them sent to every rank ("broadcast"). None: training and generation are cut alike, and nothing
+    moves. ``kv_cache`` is False where all tokens are computed again for each new one. ``batch``: responses that a device
+    draws, scores and trains on before the next ones; 0: all of a step.
+    """
+
+    reshard: Reshard | None = "hybridflow"
+    kv_cache: bool = True
+    batch: int = 0
+
+
+OURS = Practice()
+
+
 @dataclass(frozen=True)
 class DeviceMapping:
-    """``strategies`` by role. ``reshard``: how a sampler gets the learner's weights, by the words of ``reshard.plan``; on
-    another pool they are published ("publish", or "broadcast": the whole model to every rank). Of other systems only:
-    ``kv_cache`` is False where all tokens are computed again for each new one; ``batch``: responses that a device draws,
-    scores and trains on before the next ones (0: all of a step)."""
+    """``strategies`` by role."""
 
     pools: tuple[Pool, ...]
     strategies: Mapping[str, Strategy]
     schedule: Schedule = "sync"
-    reshard: Reshard = "hybridflow"
-    kv_cache: bool = True
-    batch: int = 0
+    practice: Practice = OURS
 
     def pool_of(self, role: str) -> Pool:
         return next(pool for pool in self.pools if role in pool.roles)

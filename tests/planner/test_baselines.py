@@ -11,7 +11,7 @@ from hybridflow.planner.baselines import baselines
 from hybridflow.planner.cluster import Cluster
 from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import Edge, ModelRole, TaskGraph
-from hybridflow.planner.mapping import DeviceMapping
+from hybridflow.planner.mapping import DeviceMapping, Practice
 from hybridflow.planner.search import pool_seconds, search, step_seconds
 from hybridflow.planner.sizes import MODELS
 
@@ -40,7 +40,7 @@ def test_deepspeed_chat_shares_everything_out_over_all_devices() -> None:
     for name in ("learner", "frozen", "tutor"):
         assert mapping.strategies[name][:4] == (1, 1, 16, "fsdp") and mapping.strategies[name].rows <= 4
     assert mapping.strategies["sampler"].pp == 1
-    assert (mapping.reshard, mapping.kv_cache, mapping.batch) == ("gather_all", True, 4)
+    assert mapping.practice == Practice("gather_all", batch=4)
 
 
 def test_openrlhf_gives_each_role_devices_of_its_own() -> None:
@@ -48,7 +48,7 @@ def test_openrlhf_gives_each_role_devices_of_its_own() -> None:
     assert [pool.roles for pool in mapping.pools] == [("learner",), ("sampler",), ("frozen",), ("tutor",)]
     assert sum(pool.devices for pool in mapping.pools) <= 16
     assert all(mapping.strategies[name][:2] == (1, 1) for name in ("learner", "frozen", "tutor"))
-    assert mapping.reshard == "broadcast" and mapping.kv_cache
+    assert mapping.practice == Practice("broadcast")
 
 
 def test_nemo_aligner_has_two_halves_and_generates_as_it_trains() -> None:
@@ -58,7 +58,7 @@ def test_nemo_aligner_has_two_halves_and_generates_as_it_trains() -> None:
         ({"tutor"}, 8),
     ]
     assert mapping.strategies["sampler"][:3] == mapping.strategies["learner"][:3]
-    assert not mapping.kv_cache
+    assert mapping.practice == Practice(None, kv_cache=False)
 
 
 def test_short_rows_go_in_small_batches_too() -> None:
@@ -83,9 +83,11 @@ def test_the_planner_s_own_mapping_is_faster_than_any() -> None:
 
 def test_batches_of_a_device_take_more_steps_and_transitions() -> None:
     cost, mapping = CostModel(GRAPH, Efficiency()), mapped()["DeepSpeed-Chat"]
-    few, many = (cost.estimates(replace(mapping, batch=batch))["draw"].parts for batch in (4, 8))
+    few, many = (
+        cost.estimates(replace(mapping, practice=mapping.practice._replace(batch=batch)))["draw"].parts for batch in (4, 8)
+    )
     assert few["steps"] == 2 * many["steps"] and few["transition"] == pytest.approx(2 * many["transition"])
-    whole = cost.estimates(replace(mapping, batch=0))["draw"].parts
+    whole = cost.estimates(replace(mapping, practice=mapping.practice._replace(batch=0)))["draw"].parts
     assert many["transition"] == pytest.approx(8 * whole["transition"])  # 1024 rows, 16 devices
 
 

@@ -35,7 +35,7 @@ from hybridflow.models.spec import DecoderSpec
 from hybridflow.planner.cluster import PRESETS
 from hybridflow.planner.cost import Efficiency, Estimate
 from hybridflow.planner.graph import Edge, Task
-from hybridflow.planner.mapping import DeviceMapping, Pool, Strategy
+from hybridflow.planner.mapping import DeviceMapping, Pool, Practice, Strategy
 from hybridflow.planner.moving import reshard_traffic
 from hybridflow.reshard.plan import Strategy as Reshard
 from hybridflow.reshard.plan import make_plan, model_size, table2
@@ -155,7 +155,7 @@ def test_a_transition_puts_weights_together_and_takes_them_over_links() -> None:
     # the second half of the layers comes from another machine, over its network once: its devices want the same
     apart = arriving.transition(SAMPLER, Strategy(2, 8, 1), Strategy(1, 8, 2), MACHINE)
     assert apart is not None and apart.parts["gather"] == pytest.approx(size * 8 / 16 / 25e9)
-    everything = costs.transition(SAMPLER, training, Strategy(1, 2, 8), MACHINE, "gather_all")
+    everything = costs.transition(SAMPLER, training, Strategy(1, 2, 8), MACHINE, Practice("gather_all"))
     assert everything is not None and everything.parts["copy"] == size / 2e9
     assert costs.transition(SAMPLER, Strategy(1, 2, 8), Strategy(1, 8, 2), MACHINE) is None
     assert costs.transition(SAMPLER, Strategy(1, 1, 16, "fsdp"), Strategy(1, 8, 2), MACHINE) is not None
@@ -168,7 +168,7 @@ def test_publishing_fills_the_machines_that_draw() -> None:
     assert found.parts == {"copy": size / 2 / 2e9}  # which takes longer than their way there
     arriving = model(without={"copy"}).publishing(SAMPLER, Strategy(1, 2, 8), MACHINE)
     assert arriving.parts == {"gather": pytest.approx(8 * size / 2 / 25e9)}
-    assert costs.publishing(SAMPLER, Strategy(1, 2, 8), MACHINE, "broadcast").parts["copy"] == size / 2e9
+    assert costs.publishing(SAMPLER, Strategy(1, 2, 8), MACHINE, Practice("broadcast")).parts["copy"] == size / 2e9
 
 
 def test_pools_pull_over_the_networks_of_their_machines() -> None:

@@ -21,7 +21,7 @@ from costs import (
 )
 
 from hybridflow.planner.flops import decode_flops, forward_flops
-from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.mapping import Practice, Strategy
 from hybridflow.planner.sizes import MODELS, ModelSize
 
 
@@ -108,7 +108,7 @@ def test_the_first_token_of_a_response_costs_its_prompt(prompt: float, response:
 
 
 def test_without_a_cache_every_token_costs_all_before_it() -> None:
-    found = model().seconds(DRAW, Strategy(), MACHINE, 0.0, kv_cache=False)
+    found = model().seconds(DRAW, Strategy(), MACHINE, 0.0, Practice(kv_cache=False))
     assert found is not None
     flops = 1024 * 1024 * forward_flops(SPEC, 1536, 1, 1536, True)
     assert found.parts["decode"] == pytest.approx(flops / 100e12, rel=1e-6)
