@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from hybridflow.config import resolved, validate
 from hybridflow.core.errors import CheckpointError, DataError, ModelError
-from hybridflow.data.envs import EnvironmentConfig, _native
+from hybridflow.data.envs import EnvironmentConfig, native_action
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import NetConfig, make_policy
 from hybridflow.policy import Policy
@@ -52,7 +52,7 @@ def test_actions_are_what_the_environment_takes(done: Any) -> None:
     actions = acting.act(observations)
     assert actions.dtype == done.dtype and len(np.unique(actions)) > 1
     for observation, number, action in zip(observations, raw, actions, strict=True):
-        assert done.contains(action) and np.array_equal(_native(done)(number), action)
+        assert done.contains(action) and np.array_equal(native_action(done)(number), action)
         assert np.allclose(acting.act(observation), action, rtol=1e-5, atol=1e-6)
 
 
