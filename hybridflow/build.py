@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,14 @@ from hybridflow.build_pairs import PairParts
 from hybridflow.build_text import TextParts
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import RunConfig
+from hybridflow.controller.actor import SplitActor
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import UserError
 from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
-from hybridflow.rollout.schedule import DynamicSampling, Lagging, Schedule, Synchronous
+from hybridflow.rollout.schedule import Asynchronous, DynamicSampling, Lagging, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
@@ -83,7 +85,7 @@ def build(config: RunConfig) -> Run:
         runtime = make_runtime(config)
         on_error.callback(runtime.stop)
         parts = make_parts(config, runtime)
-        buffer, schedule = _buffer_and_schedule(config, parts)
+        buffer, schedule = _buffer_and_schedule(config, parts, runtime)
         algorithm = make_algorithm(config, make_makers(config, parts, runtime))
         runtime.ready()
         trainer = Trainer(algorithm, parts.source, buffer, schedule, runtime)
@@ -131,12 +133,17 @@ def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
     return TextParts(config, config.data, runtime)
 
 
-def _buffer_and_schedule(config: RunConfig, parts: Parts) -> tuple[Buffer, Schedule]:
-    train = config.train
+def _buffer_and_schedule(config: RunConfig, parts: Parts, runtime: Runtime) -> tuple[Buffer, Schedule]:
+    train, replay, updates = config.train, None, config.train.updates_per_step
     if config.replays:
         method, draws = cast(Any, config.method), config.draws_per_update
-        replay = Replay(config.replay, config.seed, method.gamma, train.steps * train.updates_per_step, draws)
-        return replay, Synchronous(train.updates_per_step // draws)
+        replay = Replay(config.replay, config.seed, method.gamma, train.steps * updates, draws)
+        updates //= draws
+    if isinstance(parts, EnvironmentParts) and isinstance(parts.actor, SplitActor):
+        schedule = Asynchronous(runtime.wait_any, parts.actor.turn_to, parts.shares, updates)
+        return Fifo(max_staleness=sys.maxsize) if replay is None else replay, schedule
+    if replay is not None:
+        return replay, Synchronous(updates)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_model
 
 from hybridflow.build_networks import (
@@ -20,15 +21,18 @@ from hybridflow.build_networks import (
     trained_besides,
 )
 from hybridflow.config import RunConfig
-from hybridflow.controller.actor import LinkedActor
+from hybridflow.controller.actor import LinkedActor, SplitActor
+from hybridflow.controller.protocols import blocks
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError
+from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
 from hybridflow.models.nets import NetConfig
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
+from hybridflow.workers.gradient_sampler import GradientSampler
 from hybridflow.workers.learner import Learner
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.replica import Replica
@@ -82,7 +86,16 @@ class EnvironmentParts:
             args["total_steps"] //= config.td3.policy_every
         args |= {"networks": networks, **({"others": others} if others else {})}
         learner = Role("actor", Learner, args, replica=partial(Replica.at, networks))
-        return LinkedActor(self.runtime, learner, Role("sampler", EnvSampler, self._sampler_args()))
+        worker = GradientSampler if config.algorithm == "a3c" else EnvSampler
+        sampler: Role[Any] = Role("sampler", worker, self._sampler_args())
+        if self.environment.workers:
+            return SplitActor(self.runtime, learner, sampler, self.environment.workers)
+        return LinkedActor(self.runtime, learner, sampler)
+
+    @property
+    def shares(self) -> list[Rows]:
+        """Of each env worker: the rows of ``source`` that it rolls out from."""
+        return blocks(np.ones(self.environment.num_envs, np.int64), self.environment.workers)
 
     def _sampler_args(self) -> dict[str, Any]:
         config, args = self.config, {"config": self.environment, "seed": self.config.seed}

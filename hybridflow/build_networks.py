@@ -15,6 +15,7 @@ from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.agents import agents_of
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
+from hybridflow.models.actor_critic import ActorCritic
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import make_policy, make_q, make_table, make_value
@@ -48,7 +49,14 @@ def action_space(spaces: Spaces) -> ActionSpace:
 
 def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
     """What the actor's learner holds; those that start from ``[actor] model`` read it."""
-    built = {"dqn": _dqn, "q_learning": _table, "sac": _sac, "td3": _deterministic, "ddpg": _deterministic}
+    built = {
+        "a3c": _actor_critic,
+        "dqn": _dqn,
+        "q_learning": _table,
+        "sac": _sac,
+        "td3": _deterministic,
+        "ddpg": _deterministic,
+    }
     networks = built.get(config.algorithm, _policy)(spaces, config)
     if config.actor.model is not None:
         path = Path(config.actor.model) / WEIGHTS
@@ -92,6 +100,11 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
     several = type(spaces[1]).__name__ == "MultiDiscrete"
     make: Callable[..., nn.Module] = MultiCategoricalPolicy if several else make_policy
     return {"policy": make(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
+
+
+def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
+    (policy,), (value,) = (made.values() for made in (_policy(spaces, config), critic_networks(spaces, config)))
+    return {"policy": ActorCritic(policy, value)}
 
 
 def _q(spaces: Spaces, config: RunConfig) -> nn.Module:

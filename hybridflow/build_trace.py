@@ -16,6 +16,7 @@ from torch import nn
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_algorithm, make_makers, make_parts
+from hybridflow.build_environment import EnvironmentParts
 from hybridflow.config import RunConfig
 from hybridflow.controller.trace_runtime import TraceRuntime, Workload
 from hybridflow.core.batch import Batch
@@ -52,6 +53,9 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
     algorithm = make_algorithm(sizes_only, makers | _demonstrations(makers, runtime))
     given = ("environment", "slots") if config.environment is not None else ("data", ALGORITHMS[config.algorithm].records)
     first = parts.source(1)
+    if isinstance(parts, EnvironmentParts) and parts.environment.workers:
+        first = first.rows(parts.shares[0])
+        runtime.workload = replace(runtime.workload, types={**runtime.workload.types, "gradients": _gradients(runtime)})
     batch = algorithm.rollout(runtime.source(*given, first))
     if config.replays:
         draws = config.draws_per_update
@@ -70,6 +74,13 @@ def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
             types |= {"states": states, "final_states": states}
         return Workload(config.environment.steps_per_rollout, types)
     return Workload(config.generation.max_new_tokens if response_tokens is None else response_tokens)
+
+
+def _gradients(runtime: TraceRuntime) -> np.dtype[Any]:
+    """Those of all parameters of the actor."""
+    networks = runtime.roles["actor"].args["networks"]
+    size = sum(parameter.numel() for parameter in networks.build()[networks.main].parameters())
+    return np.dtype((np.float32, (size,)))
 
 
 def _demonstrations(makers: Mapping[str, Callable[[], Any]], runtime: TraceRuntime) -> dict[str, Callable[[], Any]]:

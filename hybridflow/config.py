@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.a2c import A2CConfig
+from hybridflow.algorithms.a3c import A3CConfig
 from hybridflow.algorithms.ddpg import DDPGConfig
 from hybridflow.algorithms.distill import DistillConfig
 from hybridflow.algorithms.dpo import DPOConfig
@@ -239,6 +240,7 @@ class RunConfig(Config):
         "safe_rlhf",
         "distill",
         "a2c",
+        "a3c",
         "impala",
         "q_learning",
         "reinforce",
@@ -268,6 +270,7 @@ class RunConfig(Config):
     safe_rlhf: SafeRLHFConfig = SafeRLHFConfig()
     distill: DistillConfig = DistillConfig()
     a2c: A2CConfig = A2CConfig()
+    a3c: A3CConfig = A3CConfig()
     impala: ImpalaConfig = ImpalaConfig()
     q_learning: QLearningConfig = QLearningConfig()
     reinforce: ReinforceConfig = ReinforceConfig()
@@ -502,8 +505,58 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
     if config.critic.input == "state" and config.replays:
         yield f'critic.input = "state": {config.algorithm} replays no states; leave it out'
+    if environment is not None:
+        yield from _worker_conflicts(config, environment)
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:
         yield f"environment.steps_per_rollout = {environment.steps_per_rollout}: q_learning learns from each; set it to 1"
+
+
+def _worker_conflicts(config: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
+    """Env workers that roll out by themselves: who can learn from them, and where they are."""
+    method, workers = config.algorithm, environment.workers
+    found = f"environment.workers = {workers}"
+    if method == "a3c":
+        yield from _a3c_conflicts(config, workers)
+    elif workers and method != "impala" and "replay" not in ALGORITHMS[method].reads:
+        yield f"{found}: {method} learns from its newest policy's rollouts alone; leave it out, or use a3c or impala"
+    if method == "impala" and workers and config.impala.lag != ImpalaConfig().lag:
+        yield f"impala.lag = {config.impala.lag}: with {found} rollouts are as old as they come; leave lag out"
+    if workers > environment.num_envs:
+        yield f"{found}: each needs an environment, but environment.num_envs = {environment.num_envs}; raise that"
+    if workers and config.runtime.kind == "ray":
+        yield from _worker_placement_conflicts(config, workers)
+
+
+def _a3c_conflicts(config: RunConfig, workers: int) -> Iterator[str]:
+    if not workers:
+        yield "environment.workers = 0: a3c learns from env workers; set how many, 1 or more"
+    if config.critic.optimizer != OptimizerConfig():
+        yield "critic.optimizer: a3c has one optimizer, actor.optimizer; remove it"
+    for name in ("actor", "critic"):
+        if getattr(config, name).net.normalise:
+            yield f"{name}.net.normalise: the learner of a3c sees gradients and no observations; leave it out"
+    for name in ("minibatches", "epochs"):
+        if getattr(config.train, name) > 1:
+            yield f"train.{name} = {getattr(config.train, name)}: a3c makes one step of a rollout; leave it out"
+
+
+def _worker_placement_conflicts(config: RunConfig, workers: int) -> Iterator[str]:
+    """The sampler's processes are the env workers, and nobody else waits for them."""
+    problems = config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots)
+    if any(problems):
+        return  # told already
+    pool, found = config.placed.pool_of("sampler"), f"environment.workers = {workers}"
+    others = [role for role in config.roles() if role != "sampler" and config.placed.pool_of(role) == pool]
+    if others:
+        yield f"placement.roles: {', '.join(others)} would wait for rollouts on pool {pool.name!r}; {_OWN.format(workers)}"
+    elif pool.size != workers:
+        yield f"placement.pools.{pool.name} = {pool.size}: {found} are a process each; make them equal"
+    if config.algorithm == "a3c" and config.placed.pool_of("actor").size > 1:
+        name, size = config.placed.pool_of("actor").name, config.placed.pool_of("actor").size
+        yield f"placement.pools.{name} = {size}: the actor of a3c takes its steps in one process; use 1"
+
+
+_OWN = 'give the sampler one of its own, such as pools = {{ learner = 1, envs = {} }}, roles.sampler = "envs"'
 
 
 def _exploration_conflicts(config: RunConfig) -> Iterator[str]:

@@ -28,7 +28,8 @@ def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["cartpole", "dqn_cartpole", "a2c_cartpole", "reinforce_cartpole", "trpo_cartpole", "impala_cartpole"]
+    "name",
+    ["cartpole", "dqn_cartpole", "a2c_cartpole", "reinforce_cartpole", "trpo_cartpole", "impala_cartpole", "a3c_cartpole"],
 )
 @pytest.mark.timeout(300)
 @pytest.mark.slow

@@ -111,6 +111,15 @@ ENVIRONMENTS = {
         train={"steps": 2, "updates_per_step": 3},
         replay={"capacity": 100, "batch_size": 8, "warmup": 20},
     ),
+    "dqn-workers": with_keys(
+        CARTPOLE,
+        algorithm="dqn",
+        ppo=None,
+        critic=None,
+        environment={"id": "CartPole-v1", "num_envs": 4, "workers": 2, "steps_per_rollout": 4},
+        train={"steps": 2, "updates_per_step": 2},
+        replay={"capacity": 100, "batch_size": 8, "warmup": 20},
+    ),
     "dqn-switches": with_keys(
         CARTPOLE,
         algorithm="dqn",
@@ -133,6 +142,8 @@ ENVIRONMENTS = {
     "reinforce-value": with_keys(CARTPOLE, algorithm="reinforce", ppo=None, reinforce={"baseline": "value"}),
     "trpo-cartpole": with_keys(CARTPOLE, algorithm="trpo", ppo=None),
     "trpo-pendulum": with_keys(CARTPOLE, algorithm="trpo", ppo=None, environment__id="Pendulum-v1"),
+    "a3c-cartpole": with_keys(CARTPOLE, algorithm="a3c", ppo=None, critic=None, environment__workers=3, train={"steps": 2}),
+    "impala-workers": with_keys(CARTPOLE, algorithm="impala", ppo=None, environment__workers=3),
     "impala-cartpole": with_keys(CARTPOLE, algorithm="impala", ppo=None, impala={"lag": 3}),
     "q-learning": with_keys(
         CARTPOLE,

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from hybridflow.algorithms.a2c import A2C, A2CConfig
+from hybridflow.algorithms.a3c import A3C, A3CConfig
 from hybridflow.algorithms.ddpg import DDPG, DDPGConfig
 from hybridflow.algorithms.distill import Distill, DistillConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig
@@ -64,6 +65,13 @@ ALGORITHMS: dict[str, Method] = {
         Reinforce, ReinforceConfig, ("environment",), "REINFORCE on episodes of environments, with or without a baseline"
     ),
     "a2c": Method(A2C, A2CConfig, ("environment",), "advantage actor-critic on short rollouts"),
+    "a3c": Method(
+        A3C,
+        A3CConfig,
+        ("environment",),
+        "asynchronous advantage actor-critic: env workers make gradients, the learner applies them",
+        reads=("critic",),
+    ),
     "trpo": Method(TRPO, TRPOConfig, ("environment",), "natural gradient steps within a trust region"),
     "impala": Method(Impala, ImpalaConfig, ("environment",), "actor-critic on older rollouts, corrected by V-trace"),
     "q_learning": Method(QLearning, QLearningConfig, ("environment",), "Q-learning with a table", reads=("exploration",)),

@@ -117,7 +117,7 @@ def _call_lines(call: Call, traced: Graph) -> Iterator[str]:
 
 def _passes(call: Call, roles: Sequence[RoleSize]) -> str:
     """How often an update goes through its batch."""
-    if call.kind != "train":
-        return ""
     role = next(role for role in roles if role.name == call.role)
+    if call.kind != "train" or not role.epochs:
+        return ""
     return f", minibatches: {role.minibatches}, epochs: {role.epochs}"

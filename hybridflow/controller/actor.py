@@ -5,7 +5,7 @@ from typing import Any
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Fn, Role, Runtime
 
-__all__ = ["LinkedActor"]
+__all__ = ["LinkedActor", "SplitActor"]
 
 
 class LinkedActor:
@@ -40,3 +40,33 @@ class LinkedActor:
         """How large the policy is."""
         total, trained = self.learner.num_parameters()
         return f"policy of {total:,} parameters" + ("" if trained == total else f", {trained:,} trained")
+
+
+class SplitActor(LinkedActor):
+    """A learner, and the processes of a sampler, its env workers, each of which works by itself.
+
+    ``turn_to`` says whose turn the next rollout is. It gets the newest weights right before it, and no other worker does.
+    """
+
+    def __init__(self, runtime: Runtime, learner: Role[Any], sampler: Role[Any], num_workers: int) -> None:
+        super().__init__(runtime, learner, sampler)
+        self._members = [runtime.member(self._sampler, rank) for rank in range(num_workers)]
+        self._worker = 0
+
+    def turn_to(self, worker: int) -> None:
+        self._worker = worker
+
+    def rollout(self, batch: Batch, *params: Any) -> Batch:
+        self.runtime.publish(*self._names, self._worker)
+        out: Batch = self._members[self._worker].rollout(batch, *params)
+        return out
+
+    def gradients(self, batch: Batch, estimate: Fn, /, *losses: Fn) -> Batch:
+        """Those of the worker whose turn it is, of its own rollout."""
+        out: Batch = self._members[self._worker].gradients(batch, estimate, *losses)
+        return out
+
+    def apply(self, batch: Batch, /) -> Batch:
+        self._stale = True
+        out: Batch = self.learner.apply(batch)
+        return out

@@ -7,6 +7,7 @@ it declared to write, one row for each row unless it makes its own, and every ar
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from hybridflow.controller.handle import Handle, check_reads
@@ -43,13 +44,23 @@ class LocalRuntime(KeepsState):
         """Let the sampler read the learner's networks in place: no copy, nothing to publish."""
         self._workers[sampler].attach(self._workers[learner])
 
-    def publish(self, learner: str, sampler: str) -> None:
+    def publish(self, learner: str, sampler: str, rank: int | None = None) -> None:
         """Nothing to do: the sampler reads the learner's own networks."""
+
+    def member(self, handle: W, rank: int) -> W:
+        """There is one process, which is every member: members differ in the rows that they are given."""
+        return handle
+
+    def wait_any(self, batches: Sequence[Batch]) -> int:
+        """Calls are done when they return, so the first is."""
+        return 0
 
     def ready(self) -> None:
         """Roles are built when they are named."""
 
-    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+    def call(
+        self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], rank: int | None = None
+    ) -> Batch:
         """Call the worker, on the columns that the verb reads alone, and hold it to what it declares to write."""
         reads, writes = role.columns_of(verb, arguments)
         where = f"{role.name}.{name}"
@@ -66,7 +77,7 @@ class LocalRuntime(KeepsState):
         if role.rename:
             out = Batch({role.rename.get(column, column): values for column, values in new.columns.items()}, len(new))
         out.freeze()
-        return out if verb.rows == "new" else batch.with_columns(**out.columns)
+        return batch.with_columns(**out.columns) if verb.rows == "same" else out
 
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> Any:
         """Control methods pass straight through."""

@@ -96,7 +96,7 @@ class OutputRefs:
 @dataclass(frozen=True)
 class Call:
     """A verb to run. ``columns``: of each column that it reads, (number of the output, its name there) of every part, and
-    its places (None: all rows)."""
+    its places (None: all rows). ``alone``: no other rank is called, so this one gets all rows."""
 
     role: str
     verb: str
@@ -105,6 +105,7 @@ class Call:
     outputs: Sequence[OutputRefs]
     columns: Mapping[str, tuple[tuple[tuple[int, str], ...], Places | None]]
     num_rows: int | None
+    alone: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -265,7 +266,8 @@ class Process:
         with self._working(where):
             if self._make_room(call.role, call.verb):
                 clock.lap("transfer", f"{call.role}.onload")
-        rows = verb.protocol.distribute(weighed, context.mesh)[context.rank]
+        mesh, rank = (Mesh(), 0) if call.alone else (context.mesh, context.rank)
+        rows = verb.protocol.distribute(weighed, mesh)[rank]
         own = batch if verb.protocol.view else batch.rows(rows).load().freeze()
         clock.lap("transfer")
         with self._working(where, own):

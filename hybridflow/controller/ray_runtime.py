@@ -56,6 +56,8 @@ class _Task:
     group: WorkerGroup
     rank: int
     done: Callable[[Any], None]
+    alone: bool = False
+    """a member's own, which ``drain`` doesn't wait for"""
 
     @property
     def who(self) -> str:
@@ -142,9 +144,9 @@ class RayRuntime(KeepsState):
             shipped = ray.put(one)
             self._each(sampler, f"{sampler}: start", lambda process: process.replicate.remote(shipped, sampler))
 
-    def publish(self, learner: str, sampler: str, /) -> None:
+    def publish(self, learner: str, sampler: str, only: int | None = None, /) -> None:
         """Send the learner's weights to the sampler, unless it reads them in place: bucket by bucket, each read while the
-        next one is made. They don't pass through the driver."""
+        next one is made. They don't pass through the driver. ``only``: to this rank of it."""
         if sampler in self._in_place:
             return
         role = self.roles[learner]
@@ -157,7 +159,11 @@ class RayRuntime(KeepsState):
             for rank, (done, _) in enumerate(asked):
                 self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
             parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
-            self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts))
+            self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts), only)
+
+    def member(self, handle: W, rank: int, /) -> W:
+        """The role's process ``rank`` alone."""
+        return cast(W, Handle(self, cast(Handle, handle).role, rank))
 
     def ready(self) -> None:
         """Wait until every role is built; WorkerError names who is missing after ``timeout_s``."""
@@ -168,29 +174,32 @@ class RayRuntime(KeepsState):
             raise WorkerError(f"role {role!r} has no workers any more: an error or stop() ended them")
         return self.groups[self.placement.pool_of(role).name]
 
-    def _each(self, role: str, what: str, ask: Callable[[Any], Any]) -> None:
-        """Ask every process of a role for something that has no result."""
+    def _each(self, role: str, what: str, ask: Callable[[Any], Any], only: int | None = None) -> None:
+        """Ask every process of a role, or one, for something that has no result."""
         group = self._group(role)
-        for rank in range(self.mesh(self.roles[role]).size):
-            self._track(ask(group.processes[rank]), _Task(role, what, group, rank, _ignore))
+        for rank in range(self.mesh(self.roles[role]).size) if only is None else (only,):
+            self._track(ask(group.processes[rank]), _Task(role, what, group, rank, _ignore, only is not None))
 
     def _track(self, reference: Any, task: _Task) -> None:
         self._open[reference] = task
 
     # Verbs.
 
-    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
-        """Ask every rank for its part; the result's columns are lazy."""
+    def call(
+        self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], only: int | None = None
+    ) -> Batch:
+        """Ask every rank for its part, or one for all of it; the result's columns are lazy."""
         reads, writes = role.columns_of(verb, arguments)
-        where, mesh, group = f"{role.name}.{name}", self.mesh(role), self._group(role.name)
+        where, group, alone = f"{role.name}.{name}", self._group(role.name), only is not None
+        mesh = Mesh() if alone else self.mesh(role)
         check_reads(where, reads, batch)
-        call = self._describe(role.name, name, batch.select(reads), arguments, writes)
+        call = replace(self._describe(role.name, name, batch.select(reads), arguments, writes), alone=alone)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
-        refs = [self._method(group, rank, 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
+        refs = [self._method(group, rank + (only or 0), 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
         counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
         for rank, (report, *_) in enumerate(refs):
             done = self._reporting(role, where, rank in counted)
-            self._track(report, _Task(role.name, where, group, rank, done))
+            self._track(report, _Task(role.name, where, group, rank + (only or 0), done, alone))
         collected = [refs[rank] for rank in verb.protocol.collect(mesh)]
         names = [role.rename.get(column, column) for column in writes]
         output = OutputRefs(
@@ -199,7 +208,7 @@ class RayRuntime(KeepsState):
         known = batch.known_rows if verb.rows == "same" else None
         source = _Source(self, output, [ref[0] for ref in collected], known)
         new = {column: Lazy(((source, column),)) for column in names}
-        return Batch(new) if verb.rows == "new" else batch.with_columns(**new)
+        return batch.with_columns(**new) if verb.rows == "same" else Batch(new)
 
     def _method(self, group: WorkerGroup, rank: int, num_returns: int) -> Any:
         key = group.pool.name, rank, num_returns
@@ -269,17 +278,26 @@ class RayRuntime(KeepsState):
 
     def _wait(self, references: Collection[Any]) -> None:
         """Until these tasks are done. An error of any open task ends everything and is raised."""
-        missing, since = {ref for ref in references if ref in self._open}, time.monotonic()
-        while missing:
+        self._wait_first([references])
+
+    def _wait_first(self, tasks: Sequence[Collection[Any]]) -> int:
+        """Until all tasks of one of these collections are done; its number. See ``_wait``."""
+        since = time.monotonic()
+        while True:
+            missing = [[ref for ref in references if ref in self._open] for references in tasks]
+            if [] in missing:
+                return missing.index([])
             ready, _ = ray.wait(list(self._open), num_returns=1, timeout=1.0, fetch_local=False)
             if ready:
                 self._settle()
-                missing &= self._open.keys()
-                since = time.monotonic()
-            elif self.paused:
+            if ready or self.paused:
                 since = time.monotonic()
             elif time.monotonic() - since > self.timeout_s:
-                self._give_up(missing)
+                self._give_up([ref for references in missing for ref in references])
+
+    def wait_any(self, batches: Sequence[Batch], /) -> int:
+        """Until all columns of one of ``batches`` are there; its number."""
+        return self._wait_first([_reports(batch) for batch in batches])
 
     def _settle(self) -> None:
         """Take in all that is done."""
@@ -356,8 +374,9 @@ class RayRuntime(KeepsState):
         return keep
 
     def drain(self) -> Drained:
-        """Metrics and spans since the last drain. Waits for all calls; what no batch refers to any more is forgotten."""
-        self._wait(tuple(self._open))
+        """Metrics and spans since the last drain. Waits for all calls but those of members; what no batch refers to any
+        more is forgotten."""
+        self._wait([reference for reference, task in self._open.items() if not task.alone])
         metrics, spans = Metrics(), list[Span]()
         for _, (_, where, counts, report) in sorted(self._reports.items()):
             if counts:
@@ -433,6 +452,12 @@ class _Source:
 
     def load(self, name: str, rows: Rows | None, /) -> Loaded:
         return self._output.load(name, rows)
+
+
+def _reports(batch: Batch) -> list[Any]:
+    """Of the calls that make columns of the batch."""
+    parts = [source for column in batch.columns.values() if isinstance(column, Lazy) for source, _ in column.parts]
+    return [report for source in dict.fromkeys(parts) if isinstance(source, _Source) for report in source.reports]
 
 
 def _load(sampler: str, last: bool, parts: Sequence[Any], process: Any) -> Any:

@@ -59,8 +59,14 @@ class TraceRuntime(KeepsState):
         """``shared[sampler]`` is the learner whose networks it reads."""
         self.shared[sampler] = learner
 
-    def publish(self, learner: str, sampler: str, /) -> None:
+    def publish(self, learner: str, sampler: str, rank: int | None = None, /) -> None:
         return None
+
+    def member(self, handle: W, rank: int, /) -> W:
+        return handle
+
+    def wait_any(self, batches: Sequence[Batch], /) -> int:
+        return 0
 
     def ready(self) -> None:
         return None
@@ -85,17 +91,20 @@ class TraceRuntime(KeepsState):
         columns = {name: self._column(name, rows, 1.0) for name in names}
         return self._record(role, verb, "compute", "", batch, Batch(columns, rows))
 
-    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+    def call(
+        self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], rank: int | None = None
+    ) -> Batch:
         reads, writes = role.columns_of(verb, arguments)
         check_reads(f"{role.name}.{name}", reads, batch)
         seen = batch.select(reads)
         steps = _steps(seen, "prompt") + self.workload.new_steps if verb.kind == "generate" else _steps(batch, "time")
         names = [role.rename.get(written, written) for written in writes]
-        columns = {name: self._column(name, len(batch), steps if FIELDS[name].axis == "time" else 1.0) for name in names}
+        rows, steps = (1, 1.0) if verb.rows == "one" else (len(batch), steps)
+        columns = {name: self._column(name, rows, steps if FIELDS[name].axis == "time" else 1.0) for name in names}
         function = ", ".join(argument.name for argument in arguments if isinstance(argument, Fn))
-        new = self._record(role.name, name, verb.kind, function, seen, Batch(columns, len(batch)))
+        new = self._record(role.name, name, verb.kind, function, seen, Batch(columns, rows))
         self.graph.calls[-1] = replace(self.graph.calls[-1], protocol=verb.protocol.name)
-        return new if verb.rows == "new" else batch.with_columns(**new.columns)
+        return batch.with_columns(**new.columns) if verb.rows == "same" else new
 
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> None:
         """There is no worker, so nothing happens."""

@@ -74,5 +74,6 @@ FIELDS: dict[str, Field] = {
     "cost_returns": Field("time", "float32", "target of the cost's value of each step"),
     "advantages": Field("time", "float32", "advantage of each step"),
     "returns": Field("time", "float32", "target of the value of each step"),
+    "gradients": Field("row", None, "of a loss of a whole rollout, for all parameters of the actor one behind the other"),
     "td_errors": Field("time", "float32", "temporal-difference error of each step"),
 }

@@ -47,6 +47,7 @@ __all__ = [
     "Scorer",
     "Verb",
     "WorkerContext",
+    "WorkingActor",
     "chain",
     "columns",
     "control",
@@ -63,6 +64,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 MemoryPart = Literal["weights", "optimizer"]
 Kind = Literal["generate", "reward", "forward", "train", "compute"]
 Names = tuple[str, ...]
+RowsOf = Literal["same", "new", "one"]
 NamesOf = Names | Callable[[Mapping[str, Any]], Names]
 Per = Literal["step", "row", "group"]
 On = Literal["outputs", "networks", "step", "weights"]
@@ -74,15 +76,18 @@ class Verb:
     """What a method declares. ``reads`` and ``writes`` may be functions of the role's arguments.
 
     ``protocol``: how rows reach the ranks of a worker group, and whose outputs make the result.
-    ``rows``: "same" (one output row for each input row) or "new" (the verb makes rows of its own, as environments do, and
-    writes ``sample_id``, which orders them). ``kind`` sorts the verb's time into the split of a step.
+    ``rows``: "same" (one output row for each input row), "new" (the verb makes rows of its own, as environments do, and
+    writes ``sample_id``, which orders them) or "one" (a new row, of all input rows together). ``kind`` sorts the verb's
+    time into the split of a step. ``makes``: columns that the verb makes for declared functions among its arguments; no
+    batch has to bring them, and they are no output.
     """
 
     protocol: TransferProtocol
     reads: NamesOf
     writes: NamesOf
-    rows: Literal["same", "new"]
+    rows: RowsOf
     kind: Kind
+    makes: Names
 
 
 def remote(
@@ -90,14 +95,15 @@ def remote(
     *,
     reads: NamesOf = (),
     writes: NamesOf = (),
-    rows: Literal["same", "new"] = "same",
+    rows: RowsOf = "same",
     kind: Kind = "forward",
+    makes: Names = (),
 ) -> Callable[[Method], Method]:
     """Declare a method as a verb: it moves rows, ``Batch -> Batch``."""
     protocol.distribute(np.zeros(0, np.int64), Mesh())  # refuses here what is for control methods only
 
     def declare(method: Method) -> Method:
-        method.verb = Verb(protocol, reads, writes, rows, kind)  # type: ignore[attr-defined]
+        method.verb = Verb(protocol, reads, writes, rows, kind, makes)  # type: ignore[attr-defined]
         return method
 
     return declare
@@ -193,7 +199,11 @@ class Role(Generic[W]):
         functions = [argument for argument in arguments if isinstance(argument, Fn)]
         reads = [*_names(verb.reads, self.args), *(name for fn in functions for name in fn.reads)]
         writes = [*_names(verb.writes, self.args), *(name for fn in functions for name in fn.writes)]
-        return tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
+        return _without(verb.makes, reads), _without(verb.makes, writes)
+
+
+def _without(left_out: Names, names: Sequence[str]) -> Names:
+    return tuple(name for name in dict.fromkeys(names) if name not in left_out)
 
 
 def _names(names: NamesOf, args: Mapping[str, Any]) -> Names:
@@ -374,6 +384,14 @@ class Actor(Protocol):
     def update(self, batch: Batch, loss: Fn, /, *others: Fn) -> Batch: ...
 
 
+class WorkingActor(Actor, Protocol):
+    """An actor whose env workers turn their own rollouts into gradients, each with the weights that it has; ``apply`` takes
+    steps on them. ``estimate`` makes the advantages and returns that the losses read."""
+
+    def gradients(self, batch: Batch, estimate: Fn, /, *losses: Fn) -> Batch: ...
+    def apply(self, batch: Batch, /) -> Batch: ...
+
+
 class ActionSpace(NamedTuple):
     """``size``: how many discrete actions there are, or numbers in a continuous one."""
 
@@ -436,7 +454,10 @@ class Runtime(Protocol):
     """Connects handles to workers.
 
     ``share``: let the sampler use the learner's networks, both named by role: in place where it can, otherwise as a copy
-    that ``publish`` renews. ``ready`` waits until every role is built.
+    that ``publish`` renews, in all of its processes or in one. ``ready`` waits until every role is built.
+
+    ``member``: the handle of a role's process ``rank`` alone, which works as a group of one. ``drain`` doesn't wait for its
+    calls, ``wait_any`` does: until one of the ``batches`` is there, which is the answer.
 
     ``save``: the state of every role that has one, by role; those that are ``Saving`` begin to write to ``folder``/<role>,
     until ``saved``: their files by role, None if they aren't done. ``sees``: all of them see a file of the driver.
@@ -444,7 +465,9 @@ class Runtime(Protocol):
 
     def role(self, role: Role[W], /) -> W: ...
     def share(self, learner: str, sampler: str, /) -> None: ...
-    def publish(self, learner: str, sampler: str, /) -> None: ...
+    def publish(self, learner: str, sampler: str, rank: int | None = None, /) -> None: ...
+    def member(self, handle: W, rank: int, /) -> W: ...
+    def wait_any(self, batches: Sequence[Batch], /) -> int: ...
     def ready(self) -> None: ...
     def drain(self) -> Drained: ...
     def save(self, folder: Path, /) -> dict[str, Any]: ...

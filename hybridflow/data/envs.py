@@ -53,6 +53,8 @@ class EnvironmentConfig(Config):
     """steps of each environment in one rollout"""
     options: dict[str, Any] = Field({})
     """further arguments of the environment, such as max_episode_steps"""
+    workers: int = Field(0, ge=0)
+    """env workers that share num_envs out and roll out by themselves while the learner learns; 0: all in turns with it"""
     processes: int = Field(0, ge=0)
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
     wrappers: tuple[dict[str, Any], ...] = ()

@@ -1,13 +1,14 @@
 """A schedule decides who calls rollout and learn, and when."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from hybridflow.core.batch import Batch
+from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Buffer, InformativeGroups
 
-__all__ = ["Draw", "DynamicSampling", "Lagging", "Schedule", "Source", "Synchronous"]
+__all__ = ["Asynchronous", "Draw", "DynamicSampling", "Lagging", "Schedule", "Source", "Synchronous"]
 
 Source = Callable[[int], Batch]
 """step (from 1) -> what ``rollout`` starts from; a pure function, so resuming needs no position"""
@@ -82,6 +83,71 @@ class Lagging:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self.version, self.waiting = state["version"], state["waiting"]
+
+
+class _Pending(NamedTuple):
+    """What ``worker`` is at, since the learner had this ``version``."""
+
+    worker: int
+    batch: Batch
+    version: int
+
+
+class Asynchronous:
+    """Every env worker rolls out by itself, from its share of the source's rows; what is there first is learned from.
+
+    Its worker then gets the newest weights and rolls out again, while the others go on. ``turn_to`` says whose turn the
+    next rollout is, ``wait_any`` waits until one of several batches is there. In one process, where a rollout is done when
+    it returns, that is the oldest, so workers take turns, and a rollout is as many updates old as there are other workers.
+
+    Pending rollouts are part of the state: saving waits until they are done and keeps them, so nothing is lost or done
+    twice. They were made with older weights, which nobody needs any more.
+    """
+
+    def __init__(
+        self,
+        wait_any: Callable[[Sequence[Batch]], int],
+        turn_to: Callable[[int], None],
+        shares: Sequence[Rows],
+        updates: int = 1,
+    ) -> None:
+        self.wait_any, self.turn_to, self.shares, self.updates = wait_any, turn_to, shares, updates
+        self.version, self._pending = 0, list[_Pending]()
+        self._metrics: dict[str, float] = {}
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The last batch that was learned from; None if the buffer gave none."""
+        self._send(algorithm, source(step))
+        arrived = self._pending.pop(self.wait_any([pending.batch for pending in self._pending]))
+        self._metrics = {"worker": arrived.worker, "staleness": self.version - arrived.version}
+        buffer.add(arrived.batch, arrived.version)
+        learned = None
+        for _ in range(self.updates):
+            batch = buffer.sample(self.version)
+            if batch is not None:
+                learned = algorithm.learn(batch)
+                buffer.learned(learned)
+                self.version += 1
+        return learned
+
+    def _send(self, algorithm: Algorithm, source: Batch) -> None:
+        """A rollout of every worker that has none."""
+        busy = {pending.worker for pending in self._pending}
+        for worker, rows in enumerate(self.shares):
+            if worker not in busy:
+                self.turn_to(worker)
+                self._pending.append(_Pending(worker, algorithm.rollout(source.rows(rows)), self.version))
+
+    def metrics(self) -> dict[str, float]:
+        """``worker``: whose rollout came in the last step; ``staleness``: updates since it began."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        pending = [(worker, batch.load(), version) for worker, batch, version in self._pending]
+        return {"version": self.version, "pending": pending}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.version, self._pending = state["version"], [_Pending(*pending) for pending in state["pending"]]
 
 
 class DynamicSampling:

@@ -218,6 +218,18 @@ class Learner(Shelved):
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
+    @remote(ONE_TO_ALL, reads=("sample_id", "gradients", "policy_version"), kind="train")
+    def apply(self, batch: Batch, /) -> Batch:
+        """An optimizer step on the ``gradients`` [P] of each row, for all parameters of the main network. Others have made
+        them, with its weights as they were ``staleness`` steps ago."""
+        samples, versions = batch["sample_id"], batch.ragged("policy_version")
+        for row, gradients in enumerate(batch["gradients"]):
+            self.optimizer.take_gradients(self.model, torch.tensor(gradients, device=self._device))
+            self._step("a rollout's gradients", {self.main: self.optimizer}, samples[row : row + 1])
+            self.context.metrics.add("staleness", self.version - int(versions[row][0]))
+            self.version += 1
+        return Batch({}, len(batch))
+
     def _cut(self, units: Units, epoch: int, plan: UpdatePlan) -> list[np.ndarray]:
         """The units of every minibatch."""
         order = np.arange(len(units))
@@ -273,7 +285,7 @@ class Learner(Shelved):
             with self._alone(trained):
                 batches = kept or (micro.seen(self.model) for micro in micros)
                 drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written, samples)
-            self._step(loss, trained, samples[whole.rows.values])
+            self._step(loss.name, trained, samples[whole.rows.values])
         return drift
 
     def _own_step(
@@ -405,10 +417,10 @@ class Learner(Shelved):
         if count and self.context.block == 0:
             metrics.add("effective_samples", total**2 / squares, count)
 
-    def _step(self, loss: Fn, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
+    def _step(self, what: str, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
         norms = {name: optimizer.clip() for name, optimizer in trained.items()}
         for norm in norms.values():
-            self._check_finite(norm, f"gradient norm of {loss.name}", samples)
+            self._check_finite(norm, f"gradient norm of {what}", samples)
         for name, optimizer in trained.items():
             prefix = "" if name == self.main else f"{name}_"
             rate = optimizer.learning_rate

@@ -154,6 +154,14 @@ class Optimizer:
         for master, part, count in zip(masters, parts, there.tolist(), strict=True):
             master.grad = part.view_as(master) if count else None
 
+    def take_gradients(self, module: nn.Module, flat: Tensor) -> None:
+        """Replace every gradient by its part of ``flat``, which has those of all parameters of the whole ``module``."""
+        named = dict(module.named_parameters())
+        parts = torch.split(flat, [parameter.numel() for parameter in named.values()])
+        for name, part in zip(named, parts, strict=True):
+            if name in self.masters:
+                self.masters[name].grad = part.view_as(self.masters[name])
+
     def sum_parts(self) -> None:
         """Sum the gradients of what several ranks hold of one model: of norms and shared heads, and of a tied embedding."""
         if self.cut is not None:

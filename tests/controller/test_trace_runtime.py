@@ -69,6 +69,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     },
     "reinforce": {"ppo": None, "critic": None},
     "a2c": {"ppo": None},
+    "a3c": {"ppo": None, "critic": None, "environment__workers": 1, "train": {"steps": 1}},
     "trpo": {"ppo": None},
     "impala": {"ppo": None, "impala__lag": 0},
     "q_learning": {
@@ -130,7 +131,9 @@ class Recording(LocalRuntime):
 
     happened: list[Happened]
 
-    def call(self, role: Any, name: str, verb: Any, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
+    def call(
+        self, role: Any, name: str, verb: Any, batch: Batch, arguments: tuple[Any, ...], rank: int | None = None
+    ) -> Batch:
         out = super().call(role, name, verb, batch, arguments)
         reads, writes = role.columns_of(verb, arguments)
         new = out.select([role.rename.get(column, column) for column in writes])
@@ -216,8 +219,17 @@ def test_the_configuration_knows_the_roles(config: RunConfig) -> None:
     assert roles.keys() - traced <= {"examiner", *({"reward"} if config.algorithm == "sft" else ())}
 
 
+def has_env_workers(config: RunConfig) -> bool:
+    return config.environment is not None and config.environment.workers > 0
+
+
 def on_two_pools(config: RunConfig) -> RunConfig:
-    """Two workers that learn and sample, three for the rest; methods with an actor alone get one pool."""
+    """Two workers that learn and sample, three for the rest; methods with an actor alone get one pool. Env workers that
+    work by themselves have a pool of their own."""
+    if has_env_workers(config):
+        apart = {"pools": {"train": 1, "rest": 1}, "roles": {"actor": "train", "sampler": "rest"}}
+        given = {"runtime": {"kind": "ray"}, "placement": apart}
+        return validate(config.model_dump(include=config.model_fields_set) | given, "test")
     rest = {name: "rest" for name in config.roles() if name not in ("actor", "sampler", "estimator")}
     placement = {"pools": {"train": 2, "rest": [1, 2]}, "roles": {"actor": "train", **rest}} if rest else {}
     given = {"runtime": {"kind": "ray"}, "placement": placement}
@@ -239,9 +251,9 @@ def test_every_algorithm_has_an_order_of_execution_on_pools(config: RunConfig) -
             assert max(waited, default=-1) < number
             assert number == 0 or max(waited) == number - 1, "nobody waits longer than it has to"
     assert {role.name: role.pool for role in graph.roles}.items() <= placed.roles.items()
-    assert sum(t.bytes for t in graph.transfers()) == sum(
-        (edge.bytes or 0) * graph.calls[edge.writer].times for edge in graph.edges
-    )
+    copied = sum(role.weight_bytes for role in graph.roles if role.copy_of)
+    moved = sum((edge.bytes or 0) * graph.calls[edge.writer].times for edge in graph.edges)
+    assert sum(t.bytes for t in graph.transfers()) == moved + copied
     assert all(call.protocol for call in calls_of(graph))
 
 
@@ -249,10 +261,15 @@ def test_the_same_program_is_traced_wherever_it_runs(config: RunConfig) -> None:
     local, split = trace(config), trace(on_two_pools(config))
     assert (local.calls, local.edges) == (split.calls, split.edges)
     meshes = {role.name: role.mesh for role in split.roles}
-    assert meshes["actor"] == ("dp 2" if len(split.pools) > 1 else "1") and meshes.get("estimator", "1") == "1"
+    copies = has_env_workers(config)
+    assert (
+        meshes["actor"] == ("dp 2" if len(split.pools) > 1 and not copies else "1") and meshes.get("estimator", "1") == "1"
+    )
     assert meshes.get("critic", "dp 3") == "dp 3" and {role.mesh for role in local.roles} == {"1"}
     held = {pool.name: pool.weight_bytes + pool.optimizer_bytes for pool in split.pools}
-    assert sum(held.values()) == sum(role.weight_bytes + role.optimizer_bytes for role in local.roles)
+    sizes = {role.name: role for role in local.roles}
+    copied = sizes["actor"].weight_bytes if copies else 0
+    assert sum(held.values()) == sum(role.weight_bytes + role.optimizer_bytes for role in local.roles) + copied
 
 
 def test_sizes_of_the_roles_are_those_of_the_models(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

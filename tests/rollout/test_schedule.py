@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Fifo, InformativeGroups
-from hybridflow.rollout.schedule import DynamicSampling, Lagging
+from hybridflow.rollout.schedule import Asynchronous, DynamicSampling, Lagging
 
 
 def draw(first: int, num_prompts: int) -> Batch:
@@ -110,3 +114,79 @@ def test_lagging_learns_from_what_was_collected_so_many_rollouts_before(lag: int
     for which, kept in ((schedule, buffer), (again, copy)):
         which.step(7, algorithm, lambda step: draw(step, 1), kept)
     assert algorithm.learned[-1] == algorithm.learned[-2] == [7 - lag]
+
+
+SHARES = [np.arange(0, 3), np.arange(3, 4), np.arange(4, 6)]
+
+
+class Team(Algorithm):
+    """Env workers that say in ``sample_id`` on which rows they were, and in ``scores`` how often they had been asked."""
+
+    def __init__(self) -> None:
+        self.turn, self.asked, self.learned = 0, list[int](), list[list[int]]()
+
+    def turn_to(self, worker: int) -> None:
+        self.turn = worker
+
+    def rollout(self, source: Batch) -> Batch:
+        self.asked.append(self.turn)
+        return source.with_columns(scores=np.full(len(source), len(self.asked), np.float32))
+
+    def learn(self, batch: Batch) -> Batch:
+        self.learned.append(batch["sample_id"].tolist())
+        return batch
+
+
+def asynchronous(team: Team, arrivals: Sequence[int], shares: Any = SHARES) -> Asynchronous:
+    """``arrivals``: which of the pending batches is there first, each time."""
+    order = iter(arrivals)
+    return Asynchronous(lambda batches: next(order) if len(batches) == len(shares) else 9, team.turn_to, shares)
+
+
+def slots(step: int) -> Batch:
+    return Batch({"sample_id": np.arange(6)})
+
+
+def test_whoever_arrives_is_learned_from_and_asked_again() -> None:
+    team, buffer = Team(), Fifo(sys.maxsize)
+    schedule = asynchronous(team, [1, 0, 2, 2, 0])
+    told = []
+    for step in range(1, 6):
+        schedule.step(step, team, slots, buffer)
+        told.append((schedule.metrics()["worker"], schedule.metrics()["staleness"]))
+    assert team.asked == [0, 1, 2, 1, 0, 0, 0]  # all, then each that came
+    assert told == [(1, 0), (0, 1), (0, 0), (0, 0), (2, 4)]
+    assert team.learned == [SHARES[worker].tolist() for worker, _ in told] and schedule.version == 5
+
+
+def test_in_one_process_workers_take_turns() -> None:
+    team, schedule = Team(), asynchronous(team := Team(), [0] * 9)
+    for step in range(1, 10):
+        schedule.step(step, team, slots, Fifo(sys.maxsize))
+        assert schedule.metrics() == {"worker": (step - 1) % 3, "staleness": min(step - 1, 2)}
+
+
+@pytest.mark.parametrize("num_shares", [3, 1, 6])
+def test_what_is_pending_is_kept_whoever_goes_on(num_shares: int) -> None:
+    team, schedule = Team(), asynchronous(team := Team(), [0, 0])
+    for step in (1, 2):
+        schedule.step(step, team, slots, Fifo(sys.maxsize))
+    state = schedule.state_dict()
+    assert [(worker, version) for worker, _, version in state["pending"]] == [(2, 0), (0, 1)]
+    other = Team()
+    again = Asynchronous(lambda batches: 0, other.turn_to, np.array_split(np.arange(6), num_shares))
+    again.load_state_dict(state)
+    for step in range(3, 3 + 2):
+        again.step(step, other, slots, Fifo(sys.maxsize))
+    assert other.learned == [[4, 5], [0, 1, 2]] and again.version == 4, "nothing is lost or done twice"
+    assert set(other.asked) <= set(range(num_shares))
+
+
+def test_replays_learn_several_times_from_each_arrival_and_wait_until_there_is_enough() -> None:
+    class Slow(Fifo):
+        def sample(self, version: int, /) -> Batch | None:
+            return None
+
+    team = Team()
+    schedule = Asynchronous(lambda batches: 0, team.turn_to, SHARES, updates=2)
+    assert schedule.step(1, team, slots, Slow()) is None and schedule.version == 0

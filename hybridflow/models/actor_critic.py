@@ -1,0 +1,43 @@
+"""A policy and a value network as one, so that whoever has a copy of it can act and learn by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.core.batch import Batch
+
+__all__ = ["ActorCritic"]
+
+
+class ActorCritic(nn.Module):
+    """Acts as ``policy`` does; its outputs are those of both networks, on single steps."""
+
+    inputs: tuple[str, ...] = ("observations", "actions")
+    unit: Literal["row", "step"] = "step"
+
+    def __init__(self, policy: nn.Module, value: nn.Module) -> None:
+        super().__init__()
+        self.policy: Any = policy
+        self.value: Any = value
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.policy.device
+        return device
+
+    def distribution(self, observations: Tensor) -> Any:
+        """Of the action at each observation [B, ...]."""
+        return self.policy.distribution(observations)
+
+    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``log_probs``, ``entropy`` and ``values``, [N] over the action steps."""
+        return {**self.policy.outputs(columns), **self.value.outputs(columns)}
+
+    def bootstrap(self, batch: Batch) -> Tensor:
+        """[B] value of ``final_observations``, also of rows that terminated."""
+        values: Tensor = self.value.bootstrap(batch)
+        return values
