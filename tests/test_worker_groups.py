@@ -33,7 +33,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "ppo-cartpole": CARTPOLE,
     "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
     "sac-pendulum": ENVIRONMENTS["sac-pendulum"],
+    **{
+        f"{name}, one env worker": with_keys(ENVIRONMENTS[data], environment__workers=1)
+        for name, data in (("a3c", "a3c-cartpole"), ("impala", "impala-workers"), ("dqn", "dqn-workers"))
+    },
 }
+ALSO = ("impala, one env worker", "dqn, one env worker")
 APART = {"train": 1, "rest": 1}
 
 
@@ -53,11 +58,14 @@ def split(data: dict[str, Any]) -> dict[str, Any]:
     named = {role for role, methods in others.items() if data["algorithm"] in methods}
     named |= {"reward"} if "data" in data else set()
     named |= {"reference"} if "kl" in data else set()
+    if data.get("environment", {}).get("workers"):
+        critic = {"critic": "train"} if data["algorithm"] == "impala" else {}
+        return on_ray(data, APART, actor="train", sampler="rest", **critic)
     return on_ray(data, APART, actor="train", **(dict.fromkeys(named, "rest") or {"sampler": "rest"}))
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in ALSO else []) for name in METHODS])
 def test_worker_processes_learn_bit_for_bit_what_one_process_learns(name: str, tmp_path: Path) -> None:
     data = with_keys(METHODS[name], train__steps=3, checkpoint={"every": 3})
     local, processes = run(data, tmp_path / "local"), run(split(data), tmp_path / "ray")
@@ -80,6 +88,38 @@ def test_several_workers_of_each_role_change_the_last_digits_alone(name: str, tm
     rounding = {"actor/mismatch", "actor/mismatch_max", "actor/effective_samples"}
     steps = {key: many[key] for key in local if not key.startswith("eval/") and key not in rounding}
     assert steps == pytest.approx({key: local[key] for key in steps}, rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["a2c", "trpo", "reinforce-value", "impala"])
+@pytest.mark.slow
+def test_two_env_workers_apart_from_the_learner_change_the_last_digits_alone(name: str, tmp_path: Path) -> None:
+    """Methods whose env workers roll out together, with the newest weights."""
+    data = ENVIRONMENTS[f"{name}-cartpole" if "-" not in name else name]
+    data = with_keys(data, actor={"optimizer": CALM}, critic={"optimizer": CALM}, train={"steps": 4})
+    apart = on_ray(data, {"learner": 1, "envs": 2}, actor="learner", critic="learner", sampler="envs")
+    assert_near(run(data, tmp_path / "local"), run(apart, tmp_path / "ray"), 4)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["a3c-cartpole", pytest.param("impala-workers", marks=pytest.mark.slow)])
+def test_env_workers_roll_out_by_themselves_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
+    data = with_keys(ENVIRONMENTS[name], environment__workers=2, checkpoint={"every": 12}, evaluation__every=6)
+    critic = {"critic": "learner"} if "impala" in name else {}
+    apart = on_ray(data, {"learner": 1, "envs": 2}, actor="learner", sampler="envs", **critic)
+    ray = run(apart, tmp_path / "ray", train__steps=12)
+    arrivals = [(line["worker"], line["staleness"]) for line in records(ray)[1:]]
+    assert {worker for worker, _ in arrivals} == {0, 1} and len(arrivals) == 12
+    if "a3c" in name:
+        assert [line["actor/staleness"] for line in records(ray)[1:]] == [staleness for _, staleness in arrivals]
+    saved = state(ray)
+    (pending,) = saved["trainer"]["schedule"]["pending"]
+    assert pending[0] == 1 - arrivals[-1][0]
+    taken = sum(slot["state"]["num_steps"] for slot in saved["sampler"])
+    rollouts, per_rollout = 12 + 1, data["environment"]["num_envs"] // 2 * data["environment"]["steps_per_rollout"]
+    assert taken == rollouts * per_rollout, "rollouts that wait to be learned from have happened, too"
+    again = run(data, tmp_path / "ray", resume="latest", train__steps=16)  # in one process
+    assert records(again)[13]["worker"] == pending[0] and len(records(again)) == 17
 
 
 @pytest.mark.slow
