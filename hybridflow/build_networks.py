@@ -103,8 +103,8 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
 
 
 def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
-    (policy,), (value,) = (made.values() for made in (_policy(spaces, config), critic_networks(spaces, config)))
-    return {"policy": ActorCritic(policy, value)}
+    value = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    return {"policy": ActorCritic(_policy(spaces, config)["policy"], value)}
 
 
 def _q(spaces: Spaces, config: RunConfig) -> nn.Module:

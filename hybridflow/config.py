@@ -532,6 +532,8 @@ def _a3c_conflicts(config: RunConfig, workers: int) -> Iterator[str]:
         yield "environment.workers = 0: a3c learns from env workers; set how many, 1 or more"
     if config.critic.optimizer != OptimizerConfig():
         yield "critic.optimizer: a3c has one optimizer, actor.optimizer; remove it"
+    if config.critic.input == "state":
+        yield 'critic.input = "state": env workers of a3c act on what their critic sees; leave it out'
     for name in ("actor", "critic"):
         if getattr(config, name).net.normalise:
             yield f"{name}.net.normalise: the learner of a3c sees gradients and no observations; leave it out"
