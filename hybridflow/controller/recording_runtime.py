@@ -29,7 +29,9 @@ W = TypeVar("W")
 
 
 class _Calling(Runtime, Protocol):
-    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], /) -> Batch: ...
+    def call(
+        self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], rank: int | None, /
+    ) -> Batch: ...
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...], /) -> Any: ...
 
 
@@ -47,8 +49,10 @@ class RecordingRuntime:
         self._known, self.new_bytes = {}, {}
         self._learn(batch, self.trace.source("environment", "slots", batch))
 
-    def call(self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...]) -> Batch:
-        new = self.runtime.call(role, name, verb, batch, arguments)
+    def call(
+        self, role: Role[Any], name: str, verb: Verb, batch: Batch, arguments: tuple[Any, ...], rank: int | None = None
+    ) -> Batch:
+        new = self.runtime.call(role, name, verb, batch, arguments, rank)
         shown = self.trace.call(role, name, verb, self._shown(batch), arguments)
         written = self.trace.graph.calls[-1].writes
         self._learn(new.select(written), shown)
@@ -86,8 +90,14 @@ class RecordingRuntime:
     def share(self, learner: str, sampler: str, /) -> None:
         self.runtime.share(learner, sampler)
 
-    def publish(self, learner: str, sampler: str, /) -> None:
-        self.runtime.publish(learner, sampler)
+    def publish(self, learner: str, sampler: str, rank: int | None = None, /) -> None:
+        self.runtime.publish(learner, sampler, rank)
+
+    def member(self, handle: W, rank: int, /) -> W:
+        return cast(W, Handle(self, cast(Handle, handle).role, rank))
+
+    def wait_any(self, batches: Sequence[Batch], /) -> int:
+        return self.runtime.wait_any(batches)
 
     def ready(self) -> None:
         self.runtime.ready()
