@@ -18,6 +18,7 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class Agents:
     state_size: int | None
     agent_id: bool
 
-    @property
+    @cached_property
     def groups(self) -> list[list[int]]:
         """Agents of equal spaces."""
         groups: list[list[int]] = []
@@ -59,17 +60,17 @@ class Agents:
     def _spaces(self, agent: int) -> tuple[Any, Any]:
         return self.observed[agent], self.done[agent]
 
-    @property
+    @cached_property
     def numbered(self) -> bool:
         """Whether observations are vectors that end with a one-hot agent id."""
         return self.agent_id or len(self.groups) > 1
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Numbers of the longest observation."""
         return max(int(math.prod(space.shape)) for space in self.observed)
 
-    @property
+    @cached_property
     def spaces(self) -> tuple[Any, Any]:
         """(observation space, action space) of every seat."""
         if not self.numbered:
@@ -77,7 +78,7 @@ class Agents:
         done = self.done[0] if len(self.groups) == 1 else _discrete(max(int(space.n) for space in self.done))
         return _box(self.width + len(self.names)), done
 
-    @property
+    @cached_property
     def state_space(self) -> Any:
         """Of what a centralised critic sees: the environment's state, or else what all agents observe, and who asks."""
         sizes = [math.prod(space.shape or (1,)) for space in self.observed]
