@@ -29,6 +29,7 @@ from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
+from hybridflow.models.memory import memory_size
 from hybridflow.models.nets import NetConfig
 from hybridflow.telemetry.result import mean_interval
 from hybridflow.workers.env_sampler import EnvSampler
@@ -76,7 +77,7 @@ class EnvironmentParts:
         networks = Networks(
             partial(actor_networks, self.spaces, config),
             main_network(config),
-            ("observations", "actions"),
+            ("observations", "actions", *_remembered(config.actor.net)),
             config.actor.model or _called(config.actor.net),
             normalised=config.actor.net.normalise and _has_scale(self.spaces[0]),
         )
@@ -99,6 +100,8 @@ class EnvironmentParts:
 
     def _sampler_args(self) -> dict[str, Any]:
         config, args = self.config, {"config": self.environment, "seed": self.config.seed}
+        if remembered := memory_size(self.spaces[0], config.actor.net):
+            return {**args, "memory_size": remembered}
         if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
         args["with_states"] = config.critic.input == "state"
@@ -110,7 +113,8 @@ class EnvironmentParts:
         space, column = critic_input(self.spaces, self.config)
         build = partial(critic_networks, space, column, self.config)
         net = self.config.critic.net
-        networks = Networks(build, "value", (column,), _called(net), normalised=net.normalise and _has_scale(space))
+        columns = (column, *_remembered(net))
+        networks = Networks(build, "value", columns, _called(net), normalised=net.normalise and _has_scale(space))
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )
@@ -143,5 +147,11 @@ def _has_scale(space: Any) -> bool:
     return type(space).__name__ == "Box"
 
 
+def _remembered(net: NetConfig) -> tuple[str, ...]:
+    """The column that networks with a memory read."""
+    return ("memory",) if net.memory else ()
+
+
 def _called(net: NetConfig) -> str:
-    return f"fresh {net.activation} {'-'.join(map(str, net.hidden))}"
+    kind = net.activation if net.kind == "mlp" else net.kind
+    return f"fresh {kind} {'-'.join(map(str, net.hidden))}"

@@ -17,6 +17,7 @@ from hybridflow.data.agents import agents_of
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.actor_critic import ActorCritic
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
+from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import make_policy, make_q, make_table, make_value
 from hybridflow.workers.learner import Trained
@@ -77,7 +78,8 @@ def critic_input(spaces: Spaces, config: RunConfig) -> tuple[Any, str]:
 
 def critic_networks(space: Any, column: str, config: RunConfig) -> Built:
     """What the critic's learner holds, of methods that have one."""
-    network = make_value(space, config.critic.net, torch_generator(config.seed, "init", 1), column)
+    random, remembered = torch_generator(config.seed, "init", 1), memory_size(space, config.actor.net)
+    network = make_value(space, config.critic.net, random, column, remembered)
     return {"value": network.to(config.torch_device)}
 
 

@@ -25,6 +25,7 @@ from hybridflow.core.placement import Mesh, Placement, ResourcePool
 from hybridflow.core.roles import Role
 from hybridflow.data.agents import agents_of
 from hybridflow.data.envs import entry_types, spaces_of
+from hybridflow.models.memory import memory_size
 from hybridflow.parallel.mesh import Line
 from hybridflow.reshard.plan import make_plan
 from hybridflow.rollout.buffer import REPLAYED, SAMPLED
@@ -68,7 +69,8 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
 
 def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
     if config.environment is not None:
-        types = entry_types(spaces_of(config.environment))
+        spaces = spaces_of(config.environment)
+        types = {**entry_types(spaces), "memory": np.dtype((np.float32, (memory_size(spaces[0], config.actor.net),)))}
         if config.critic.input == "state":
             states = np.dtype((np.float32, agents_of(config.environment).state_space.shape))
             types |= {"states": states, "final_states": states}

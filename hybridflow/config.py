@@ -501,6 +501,7 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
         if getattr(config, name).net.normalise and config.replays:
             yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
     yield from _exploration_conflicts(config)
+    yield from _memory_conflicts(config)
     if config.critic.input == "state" and (environment is None or not environment.shared):
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
     if config.critic.input == "state" and config.replays:
@@ -559,6 +560,23 @@ def _worker_placement_conflicts(config: RunConfig, workers: int) -> Iterator[str
 
 
 _OWN = 'give the sampler one of its own, such as pools = {{ learner = 1, envs = {} }}, roles.sampler = "envs"'
+
+
+def _memory_conflicts(config: RunConfig) -> Iterator[str]:
+    """A memory is unrolled over whole pieces, in the order of their steps."""
+    actor, critic = config.actor.net.kind, config.critic.net.kind
+    for name, net in (("actor", config.actor.net), ("critic", config.critic.net)):
+        if net.memory and (config.replays or config.algorithm in ("trpo", "q_learning")):
+            yield f'{name}.net.kind = "{net.kind}": {config.algorithm} learns from single steps; use "mlp" or "cnn"'
+            return
+    if config.critic.net.memory and critic != actor:
+        found = f'critic.net.kind = "{critic}", but actor.net.kind = "{actor}"'
+        yield f'{found}: a critic starts from the actor\'s memory; make them equal, or the critic\'s "mlp" or "cnn"'
+    elif config.critic.net.memory and config.critic.input == "state":
+        yield f'critic.net.kind = "{critic}": critic.input = "state" forgets nothing; use "mlp"'
+    elif critic == "attention" and config.critic.net.context != config.actor.net.context:
+        found = f"critic.net.context = {config.critic.net.context}, but actor.net.context = {config.actor.net.context}"
+        yield f"{found}: both see the same past observations; make them equal"
 
 
 def _exploration_conflicts(config: RunConfig) -> Iterator[str]:

@@ -47,6 +47,7 @@ FIELDS: dict[str, Field] = {
     "states": Field("time", "float32", "of the whole environment before the step, for critics of several agents"),
     "final_states": Field("row", "float32", "of the whole environment after the last step of the piece"),
     "final_observations": Field("row", None, "what followed the last step of the piece"),
+    "memory": Field("row", None, "what the policy remembered before the first step of the piece; zeros: nothing"),
     "discounts": Field("row", "float32", "what the value of final_observations counts in the return; 0 if nothing follows"),
     "weights": Field("row", "float32", "what the row counts in a loss"),
     # what the policy and the world said

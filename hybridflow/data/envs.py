@@ -9,6 +9,7 @@ and checked by the observation that it must end with.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -58,7 +59,8 @@ class EnvironmentConfig(Config):
     processes: int = Field(0, ge=0)
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
     wrappers: tuple[dict[str, Any], ...] = ()
-    """gymnasium.wrappers around it, from the inside: { name = "FrameStackObservation", stack_size = 4 }, ..."""
+    """around it, from the inside, of gymnasium.wrappers or elsewhere: { name = "FrameStackObservation", stack_size = 4 },
+    { name = "minigrid.wrappers:ImgObsWrapper" }, ..."""
     agent_id: bool = False
     """of several agents: their one-hot number is added to what they observe, so that one network can tell them apart"""
 
@@ -102,24 +104,41 @@ def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
 
 
 def _wrapped(environment: Env[Any, Any], arguments: dict[str, Any]) -> Env[Any, Any]:
-    import gymnasium.wrappers
+    import gymnasium
 
     name = arguments.pop("name", "")
     where = f"environment.wrappers: {name!r}"
     if name in KEEPS_STATISTICS:
         raise DataError(f"{where} has statistics of its own in each environment; use {KEEPS_STATISTICS[name]} instead")
-    if name not in gymnasium.wrappers.__all__:
-        near = difflib.get_close_matches(name, gymnasium.wrappers.__all__, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "see the list of gymnasium.wrappers"
-        raise DataError(f"{where} is no wrapper of gymnasium, expected such a name; {hint}")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    wrapper = _wrapper(name, where)
     try:
-        wrapped: Env[Any, Any] = getattr(gymnasium.wrappers, name)(environment, **given)
+        wrapped: Env[Any, Any] = wrapper(environment, **given)
     except gymnasium.error.DependencyNotInstalled as error:
         raise DataError(f"{where}: {error}") from error
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"{where} doesn't fit here or doesn't take {given}: {error}") from error
     return wrapped
+
+
+def _wrapper(name: str, where: str) -> Any:
+    """The class called "Class", of gymnasium.wrappers, or "module:Class"."""
+    import gymnasium.wrappers
+
+    module, colon, kind = name.partition(":")
+    if not colon and name in gymnasium.wrappers.__all__:
+        return getattr(gymnasium.wrappers, name)
+    if not colon:
+        near = difflib.get_close_matches(name, gymnasium.wrappers.__all__, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else 'see the list of gymnasium.wrappers, or name one "module:Class"'
+        raise DataError(f"{where} is no wrapper of gymnasium, expected such a name; {hint}")
+    try:
+        found = importlib.import_module(module).__dict__.get(kind)
+    except ImportError as error:
+        raise DataError(f"{where}: {error}; install what has it, or correct the name") from error
+    if not isinstance(found, type) or not issubclass(found, gymnasium.Wrapper):
+        raise DataError(f"{where}: {module} has no wrapper {kind!r}, expected the name of a class of gymnasium.Wrapper")
+    return found
 
 
 def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hybridflow.models.continuous import Bounds
-from hybridflow.models.features import Features
+from hybridflow.models.features import make_features
 from hybridflow.models.layers import MLP
 from hybridflow.models.nets import NetConfig, QNet
 
@@ -119,7 +119,7 @@ class ActionValues(nn.Module):
         members: int,
     ) -> None:
         super().__init__()
-        self.features, self.bounds = Features(space), Bounds(action_space)
+        self.features, self.bounds = make_features(space, config, generator), Bounds(action_space)
         sizes = (self.features.size + self.bounds.size, *config.hidden, 1)
         self.mlp = EnsembleMLP(sizes, members, config, generator)
 
@@ -136,7 +136,7 @@ class DiscreteActionValues(nn.Module):
         self, space: Space[Any], num_actions: int, config: NetConfig, generator: torch.Generator, members: int
     ) -> None:
         super().__init__()
-        self.features = Features(space)
+        self.features = make_features(space, config, generator)
         self.mlp = EnsembleMLP((self.features.size, *config.hidden, num_actions), members, config, generator)
 
     def forward(self, observations: Tensor) -> Tensor:

@@ -187,9 +187,9 @@ class SquashedGaussianPolicy(ObservationNet):
         super().__init__(space, 2 * bounds.size, 0.01, config, generator)
         self.bounds = bounds
 
-    def distribution(self, observations: Tensor) -> Squashed:
-        """Of the action at each observation [B, ...]."""
-        mean, log_std = self(observations).chunk(2, -1)
+    def head(self, outputs: Tensor) -> Squashed:
+        """Of outputs [B, 2 A]."""
+        mean, log_std = outputs.chunk(2, -1)
         return Squashed(mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX), self.bounds)
 
 
@@ -201,9 +201,9 @@ class DeterministicPolicy(ObservationNet):
         super().__init__(space, bounds.size, 0.01, config, generator)
         self.bounds = bounds
 
-    def distribution(self, observations: Tensor) -> Deterministic:
-        """The action at each observation [B, ...]."""
-        return Deterministic(self.perturbed(observations), self.bounds)
+    def head(self, outputs: Tensor) -> Deterministic:
+        """Of outputs [B, A]."""
+        return Deterministic(self.bounds.from_units(outputs.tanh()), self.bounds)
 
     def perturbed(self, observations: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Actions [B, *shape], moved by ``offsets`` [B, ...] units and clipped to the bounds."""

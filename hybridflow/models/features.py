@@ -18,7 +18,9 @@ from hybridflow.core.errors import DataError
 if TYPE_CHECKING:
     from gymnasium import Space
 
-__all__ = ["Features", "kind_of"]
+    from hybridflow.models.nets import NetConfig
+
+__all__ = ["Convolutions", "Features", "kind_of", "make_features"]
 
 
 def kind_of(space: Space[Any]) -> str:
@@ -31,6 +33,7 @@ class Features(nn.Module):
 
     With ``normalise``, boxes get mean 0 and deviation 1 by ``mean``, ``squares`` (of what is off the mean) and ``count`` of
     what was ``observe``d, and are cut at 10 deviations. These are buffers: they are saved, exported and published.
+    ``width``: of an observation. ``size``: of what becomes of it.
     """
 
     mean: Tensor
@@ -43,23 +46,28 @@ class Features(nn.Module):
         kind = kind_of(space)
         if kind == "Discrete":
             self.num_classes, self.start = int(space.n), int(space.start)
-            self.size = self.num_classes
+            self.width = self.num_classes
         elif kind == "Box":
-            self.size = math.prod(space.shape)
+            self.width = math.prod(space.shape)
         else:
             hint = 'environment.wrappers = [{ name = "FlattenObservation" }] makes boxes of Dict and Tuple'
             raise DataError(f"observation space {space}: not supported; supported are Box and Discrete; {hint}")
+        self.size = self.width
         self.normalise = normalise and not self.num_classes
         if self.normalise:  # the prior of Gymnasium: a little of mean 0 and deviation 1
-            self.register_buffer("mean", torch.zeros(self.size, dtype=torch.float64))
-            self.register_buffer("squares", torch.full((self.size,), 1e-4, dtype=torch.float64))
+            self.register_buffer("mean", torch.zeros(self.width, dtype=torch.float64))
+            self.register_buffer("squares", torch.full((self.width,), 1e-4, dtype=torch.float64))
             self.register_buffer("count", torch.full((), 1e-4, dtype=torch.float64))
 
     def forward(self, observations: Tensor) -> Tensor:
         """[B, ...] observations -> [B, size]"""
+        return self.numbers(observations)
+
+    def numbers(self, observations: Tensor) -> Tensor:
+        """[B, ...] observations -> [B, width], without anything that is trained"""
         if self.num_classes:
             return F.one_hot(observations.long() - self.start, self.num_classes).float()
-        features = observations.reshape(observations.shape[0], self.size).float()
+        features = observations.reshape(observations.shape[0], self.width).float()
         if self.normalise:
             scale = (self.squares / self.count + 1e-8).rsqrt()
             return ((features - self.mean.float()) * scale.float()).clip(-10, 10)
@@ -69,11 +77,76 @@ class Features(nn.Module):
     def observe(self, observations: Tensor, total: Callable[[Tensor], Tensor]) -> None:
         """Take [N, ...] observations into account (Chan, Golub and LeVeque 1979). ``total`` sums a tensor over all that
         have some of them."""
-        off = observations.reshape(len(observations), self.size).double() - self.mean
+        off = observations.reshape(len(observations), self.width).double() - self.mean
         sums = total(torch.cat([off.sum(0), (off**2).sum(0), off.new_tensor([len(off)])]))
-        sums, squares, count = sums[: self.size], sums[self.size : -1], sums[-1]
+        sums, squares, count = sums[: self.width], sums[self.width : -1], sums[-1]
         if count > 0:
             together = self.count + count
             self.squares += squares - sums**2 / count * (1 - self.count / together)
             self.mean += sums / together
             self.count.copy_(together)
+
+
+def make_features(space: Space[Any], config: NetConfig, generator: torch.Generator) -> Features:
+    """What a network of ``config.kind`` sees: numbers, of images by convolutions. DataError if ``space`` is none for it."""
+    if config.kind == "cnn" or (config.memory and image_axes(space) is not None):
+        return Convolutions(space, config.normalise, generator)
+    return Features(space, config.normalise)
+
+
+def image_axes(space: Space[Any]) -> tuple[int, ...] | None:
+    """How the axes of an image stand after those that are put together as its channels: (channels..., height, width); None
+    for what is no image. Channels come last, as in Gymnasium, or first where those are fewest ([4, 84, 84])."""
+    shape: tuple[int, ...] = space.shape or () if kind_of(space) == "Box" else ()
+    if len(shape) == 2:
+        return (0, 1)
+    if len(shape) == 3:
+        return (0, 1, 2) if shape[0] < min(shape[1:]) else (2, 0, 1)
+    return (0, 3, 1, 2) if len(shape) == 4 else None  # a stack of images with channels last
+
+
+def convolutions(height: int, width: int) -> list[tuple[int, int, int]]:
+    """(channels, kernel, stride) of each layer: those of Mnih et al. 2015 for large images; for small ones three of kernel
+    3, which cut what they can't fill and halve what is larger than 15."""
+    if min(height, width) >= 36:
+        return [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+    layers, side = list[tuple[int, int, int]](), min(height, width)
+    for channels in (16, 32, 64):
+        kernel, stride = min(3, side), 2 if side > 15 else 1
+        layers.append((channels, kernel, stride))
+        side = (side - kernel) // stride + 1
+    return layers
+
+
+class Convolutions(Features):
+    """Images as ``size`` numbers, by ``convolutions`` with ReLU after each; orthogonal weights with gain sqrt(2), biases of
+    zero. DataError if ``space`` holds no images."""
+
+    def __init__(self, space: Space[Any], normalise: bool, generator: torch.Generator) -> None:
+        super().__init__(space, normalise)
+        axes = image_axes(space)
+        if axes is None:
+            raise DataError(
+                f'observation space {space}: kind = "cnn" needs images, a Box of [H, W], [H, W, C], [C, H, W] or a stack '
+                'of them; use kind = "mlp", or environment.wrappers that give images'
+            )
+        self.shape, self.axes = tuple(space.shape), axes
+        *channels, height, width = (self.shape[axis] for axis in axes)
+        self.image = (math.prod(channels), height, width)
+        layers, inputs = list[nn.Module](), self.image[0]
+        for outputs, kernel, stride in convolutions(height, width):
+            # From meta, so that torch's global generator is left alone.
+            layer = nn.Conv2d(inputs, outputs, kernel, stride, device="meta").to_empty(device="cpu")
+            nn.init.orthogonal_(layer.weight, math.sqrt(2), generator)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+            layers, inputs = [*layers, layer], outputs
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        self.layers, self.size = nn.ModuleList(layers), inputs * height * width
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """[B, ...] observations -> [B, size]"""
+        seen = self.numbers(observations).view(-1, *self.shape).permute(0, *(1 + axis for axis in self.axes))
+        x = seen.reshape(-1, *self.image)
+        for layer in self.layers:
+            x = layer(x).relu_()
+        return x.flatten(1)

@@ -6,7 +6,7 @@ Shapes: B observations, N action steps, M actions at once, of which number m has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,7 @@ class MultiCategoricalPolicy(ObservationNet):
         super().__init__(observation_space, int(choices.sum()), 0.01, config, generator)
         self.sizes = tuple(int(size) for size in choices)
 
-    def distribution(self, observations: Tensor) -> MultiCategorical:
-        """Of the actions at each observation [B, ...]."""
-        parts = torch.split(self.forward(observations), list(self.sizes), -1)
+    def head(self, outputs: Tensor) -> MultiCategorical:
+        """Of outputs [B, K_1 + ... + K_M]."""
+        parts = torch.split(outputs, list(self.sizes), -1)
         return MultiCategorical(torch.cat([part.log_softmax(-1) for part in parts], -1), self.sizes)
-
-    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``log_probs`` and ``entropy``, [N] over the action steps."""
-        distribution = self.distribution(columns["observations"])
-        return {"log_probs": distribution.log_prob(columns["actions"]), "entropy": distribution.entropy()}

@@ -11,20 +11,23 @@ Shapes: B observations, N action steps, K actions, A numbers in a continuous act
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
 import torch
-from pydantic import Field
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hybridflow.core.batch import Batch
+from hybridflow.core.batch import Array, Batch
 from hybridflow.core.config import Config
-from hybridflow.core.errors import DataError
-from hybridflow.models.features import Features, kind_of
+from hybridflow.core.errors import ContractError, DataError
+from hybridflow.models.features import kind_of, make_features
 from hybridflow.models.layers import MLP
+from hybridflow.models.memory import make_memory, memory_size
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -48,14 +51,31 @@ __all__ = [
 
 
 class NetConfig(Config):
-    """A multilayer perceptron."""
+    """What is between observations and the last layer."""
 
+    kind: Literal["mlp", "cnn", "gru", "lstm", "attention"] = "mlp"
+    """layers; convolutions before them, for images; or layers of which the last is a memory (images get convolutions)"""
     hidden: tuple[int, ...] = (64, 64)
     """width of each hidden layer"""
+    context: int = Field(16, ge=1)
+    """with attention: observations that it sees, the newest among them"""
     activation: Literal["tanh", "relu"] = Field("tanh")
     """between the layers"""
     normalise: bool = False
     """observations to mean 0 and deviation 1, as they were in all that was learned from; for methods without a replay"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.memory and not self.hidden:
+            raise ValueError(f'kind = "{self.kind}" needs the width of its memory: hidden = [64], for instance')
+        if self.kind != "attention" and "context" in self.model_fields_set:
+            raise ValueError(f'context = {self.context} has no effect with kind = "{self.kind}"; leave it out')
+        return self
+
+    @property
+    def memory(self) -> bool:
+        """Whether the network remembers what it saw earlier in an episode."""
+        return self.kind in ("gru", "lstm", "attention")
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,11 @@ def joined(distributions: Sequence[Any]) -> Any:
 
 
 class ObservationNet(nn.Module):
-    """An MLP on observations of a space."""
+    """A network on observations of a space: features, layers, and between them a memory, if its kind has one.
+
+    ``head`` makes of its outputs what is wanted of it. ``memory_size``: M, the numbers of its memory; 0 if it has none.
+    Networks with a memory learn from whole rows, those without from single steps.
+    """
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
@@ -162,21 +186,81 @@ class ObservationNet(nn.Module):
         self, space: Space[Any], num_outputs: int, head_gain: float, config: NetConfig, generator: torch.Generator
     ) -> None:
         super().__init__()
-        self.features = Features(space, config.normalise)
-        self.mlp = MLP((self.features.size, *config.hidden, num_outputs), config.activation, head_gain, generator)
+        self.features = make_features(space, config, generator)
+        self.memory_size, hidden, size = memory_size(space, config), config.hidden, self.features.size
+        if self.memory_size:
+            self.unit, self.inputs = "row", (*self.inputs, "memory")
+            below, hidden = hidden[:-1], ()
+            self.trunk = MLP((size, *below), config.activation, math.sqrt(2), generator) if below else None
+            size = config.hidden[-1]
+            self.memory: Any = make_memory(space, below[-1] if below else self.features.size, config, generator)
+        self.mlp = MLP((size, *hidden, num_outputs), config.activation, head_gain, generator)
 
     def forward(self, observations: Tensor) -> Tensor:
-        """[B, ...] observations -> [B, num_outputs]"""
+        """[B, ...] observations -> [B, num_outputs], of a network without a memory"""
+        if self.memory_size:
+            raise ContractError("this network has a memory; call step(observations, memory)")
         return self.mlp.forward(self.features.forward(observations))
+
+    def head(self, outputs: Tensor) -> Any:
+        """What is made of outputs [B, num_outputs]."""
+        raise NotImplementedError
+
+    def distribution(self, observations: Tensor) -> Any:
+        """Of the action at each observation [B, ...], of a network without a memory."""
+        return self.head(self.forward(observations))
+
+    def step(self, observations: Tensor, memory: Tensor) -> tuple[Any, Tensor]:
+        """The distribution at each observation [B, ...] given ``memory`` [B, M], zeros when an episode begins, and the
+        memory afterwards."""
+        outputs, after = self.memory.step(self._encode, observations, memory)
+        return self.head(self.mlp.forward(outputs)), after
+
+    def unroll(self, observations: Tensor, memory: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """[N, ...] observations of pieces of ``lengths`` [R] that begin with ``memory`` [R, M] -> [N, num_outputs]"""
+        return self.mlp.forward(self.memory.unroll(self._encode, observations, memory, lengths))
+
+    def _encode(self, observations: Tensor) -> Tensor:
+        x = self.features.forward(observations)
+        return x if self.trunk is None else self.trunk.activation(self.trunk.forward(x))
+
+    def learned(self, columns: Mapping[str, Tensor] | Batch) -> Tensor:
+        """[N, num_outputs] over the action steps of what is learned from: columns packed over them, or rows of a batch."""
+        if not isinstance(columns, Batch):
+            return self.forward(columns[self.inputs[0]])
+        observed, mask = columns.ragged(self.inputs[0]), columns.ragged("response_mask").values
+        outputs = self.unroll(self._tensor(observed.values), self._tensor(columns["memory"]), observed.lengths)
+        return outputs if mask.all() else outputs[self._tensor(mask)]
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.tensor(array, device=self.device)
+
+    def outputs(self, columns: Mapping[str, Tensor] | Batch) -> dict[str, Tensor]:
+        """``log_probs`` and ``entropy``, [N] over the action steps."""
+        distribution = self.head(self.learned(columns))
+        if isinstance(columns, Batch):
+            chosen = columns.ragged("response_mask").values
+            actions = self._tensor(columns.ragged("actions").values[chosen])
+        else:
+            actions = columns["actions"]
+        return {"log_probs": distribution.log_prob(actions), "entropy": distribution.entropy()}
+
+    def observe(self, columns: Mapping[str, Tensor], total: Callable[[Tensor], Tensor]) -> None:
+        """Take what was learned from into the statistics. ``total`` sums a tensor over all that have some of it."""
+        if self.features.normalise:
+            self.features.observe(columns[self.inputs[0]], total)
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:
         """As long as it lasts, gradients have gradients."""
-        self.mlp.twice_differentiable = True
+        layers = [module for module in self.modules() if isinstance(module, MLP)]
+        for module in layers:
+            module.twice_differentiable = True
         try:
             yield
         finally:
-            self.mlp.twice_differentiable = False
+            for module in layers:
+                module.twice_differentiable = False
 
     @property
     def device(self) -> torch.device:
@@ -186,14 +270,9 @@ class ObservationNet(nn.Module):
 class CategoricalPolicy(ObservationNet):
     """A policy over K discrete actions, numbered from 0."""
 
-    def distribution(self, observations: Tensor) -> Categorical:
-        """Of the action at each observation [B, ...]."""
-        return Categorical(self.forward(observations).log_softmax(-1))
-
-    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``log_probs`` and ``entropy``, [N] over the action steps."""
-        distribution = self.distribution(columns["observations"])
-        return {"log_probs": distribution.log_prob(columns["actions"]), "entropy": distribution.entropy()}
+    def head(self, outputs: Tensor) -> Categorical:
+        """Of outputs [B, K]."""
+        return Categorical(outputs.log_softmax(-1))
 
 
 class GaussianPolicy(ObservationNet):
@@ -214,40 +293,65 @@ class GaussianPolicy(ObservationNet):
         self.shape = shape
         self.log_std = nn.Parameter(torch.zeros(shape))
 
-    def distribution(self, observations: Tensor) -> Gaussian:
-        """Of the action at each observation [B, ...]."""
-        mean = self.forward(observations).reshape(-1, *self.shape)
+    def head(self, outputs: Tensor) -> Gaussian:
+        """Of outputs [B, A]."""
+        mean = outputs.reshape(-1, *self.shape)
         return Gaussian(mean, self.log_std.expand_as(mean))
-
-    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``log_probs`` and ``entropy``, [N] over the action steps."""
-        distribution = self.distribution(columns["observations"])
-        return {"log_probs": distribution.log_prob(columns["actions"]), "entropy": distribution.entropy()}
 
 
 class ValueNet(ObservationNet):
-    """The value of a state, by ``inputs`` [0]: "observations", or "states" for a critic of several agents."""
+    """The value of a state, by ``column``: "observations", or "states" for a critic of several agents.
 
-    inputs: tuple[str, ...] = ("observations",)
+    With a memory, which is another one than the policy's, it begins each piece with what it reads from the policy's there:
+    ``policy_memory_size`` numbers, by a linear map that is learned. A policy's memory says what it will do, so a value is a
+    function of it anyway.
+    """
 
-    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __init__(
+        self,
+        space: Space[Any],
+        config: NetConfig,
+        generator: torch.Generator,
+        column: str = "observations",
+        policy_memory_size: int = 0,
+    ) -> None:
+        super().__init__(space, 1, 1.0, config, generator)
+        self.inputs = (column, "memory") if self.memory_size else (column,)
+        self.reading: nn.Linear | None = None
+        if self.memory_size and config.kind != "attention":  # whose memory, past observations, is the same for all
+            reading = nn.Linear(policy_memory_size, self.memory_size, bias=False, device="meta").to_empty(device="cpu")
+            nn.init.orthogonal_(reading.weight, 1.0, generator)
+            self.reading = reading
+
+    def unroll(self, observations: Tensor, memory: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """As above, with the policy's ``memory`` [R, policy_memory_size]."""
+        begun = memory if self.reading is None else self.reading(memory)
+        return super().unroll(observations, begun, lengths)
+
+    def outputs(self, columns: Mapping[str, Tensor] | Batch) -> dict[str, Tensor]:
         """``values`` [N] over the action steps."""
-        return {"values": self.forward(columns[self.inputs[0]])[:, 0]}
+        return {"values": self.learned(columns)[:, 0]}
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""
-        values: Tensor = self(torch.tensor(batch[f"final_{self.inputs[0]}"], device=self.device))
-        return values[:, 0]
+        final = self._tensor(batch[f"final_{self.inputs[0]}"])
+        if not self.memory_size:
+            return self.forward(final)[:, 0]
+        observed = batch.ragged(self.inputs[0])
+        ends, number = np.cumsum(observed.lengths), np.arange(len(final))
+        steps = torch.cat([self._tensor(observed.values), final])
+        order = np.insert(np.arange(len(observed.values)), ends, len(observed.values) + number)
+        values = self.unroll(steps[self._tensor(order)], self._tensor(batch["memory"]), observed.lengths + 1)
+        return values[self._tensor(ends + number), 0]
 
 
 class QNet(ObservationNet):
     """The value of each of K discrete actions: forward(observations [B, ...]) -> [B, K]."""
 
-    def distribution(self, observations: Tensor) -> Categorical:
+    def head(self, outputs: Tensor) -> Categorical:
         """The greedy policy."""
-        values = self(observations)
-        best = values.argmax(-1, keepdim=True)
-        return Categorical(torch.full_like(values, -math.inf).scatter(-1, best, 0.0))
+        best = outputs.argmax(-1, keepdim=True)
+        return Categorical(torch.full_like(outputs, -math.inf).scatter(-1, best, 0.0))
 
 
 class QTable(nn.Module):
@@ -284,11 +388,15 @@ def make_policy(
     return CategoricalPolicy(observation_space, number, 0.01, config, generator)
 
 
-def make_value(space: Space[Any], config: NetConfig, generator: torch.Generator, column: str = "observations") -> ValueNet:
+def make_value(
+    space: Space[Any],
+    config: NetConfig,
+    generator: torch.Generator,
+    column: str = "observations",
+    policy_memory_size: int = 0,
+) -> ValueNet:
     """A value network on a ``column`` of the space; DataError if it is not supported."""
-    network = ValueNet(space, 1, 1.0, config, generator)
-    network.inputs = (column,)
-    return network
+    return ValueNet(space, config, generator, column, policy_memory_size)
 
 
 def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> QNet:

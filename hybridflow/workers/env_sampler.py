@@ -85,6 +85,7 @@ class EnvSampler:
 
     With ``exploration`` the policy is epsilon-greedy, with ``noise`` normal numbers of that deviation are added to its
     actions. Rollouts that begin within the first ``random_steps`` of all environments draw actions evenly within bounds.
+    ``memory_size``: M, the numbers that the policy remembers of an episode; those of a slot go with its environment.
     """
 
     def __init__(
@@ -97,12 +98,14 @@ class EnvSampler:
         noise: float = 0.0,
         random_steps: int = 0,
         with_states: bool = False,
+        memory_size: int = 0,
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
-        self.noise, self.random_steps = noise, random_steps
+        self.noise, self.random_steps, self.memory_size = noise, random_steps, memory_size
         self.spaces = spaces_of(config)
         self.slots, self.with_states = make_slots(config, seed, self.spaces, with_states=with_states), with_states
         self._num_pieces: dict[int, Ints] = {}
+        self._memory: dict[int, Array] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
 
     def attach(self, source: NetworkSource) -> None:
@@ -112,7 +115,11 @@ class EnvSampler:
     @remote(
         THREE_D_ALL_MICRO_DP,
         reads=("slot", "num_steps"),
-        writes=lambda args: (*WRITES, *(("states", "final_states") if args.get("with_states") else ())),
+        writes=lambda args: (
+            *WRITES,
+            *(("states", "final_states") if args.get("with_states") else ()),
+            *(("memory",) if args.get("memory_size") else ()),
+        ),
         rows="new",
         kind="generate",
     )
@@ -134,11 +141,17 @@ class EnvSampler:
         drawn, epsilon = self._drawn(ids, steps)
         steps.at_random = self.slots.num_steps * self.config.num_envs < self.random_steps
         any_at_random = bool(steps.at_random.any())
+        steps.begun = np.array([self._memory_of(index) for index in slots.tolist()], np.float32)
+        steps.begun = steps.begun.reshape(len(ids), self.memory_size)
+        memory = self._tensor(steps.begun.copy())
         for t in range(steps.width):
             self.context.breathe()
             live, where = steps.live(t, self.slots.present)
             observations = self.slots.observations[where]
-            distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
+            if self.memory_size:
+                distribution, memory[where] = self._network.step(self._tensor(observations), memory[where])
+            else:
+                distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
             actions = distribution.sample(drawn[where, t]).cpu().numpy()
             if any_at_random and (at_random := steps.at_random[where]).any():
                 actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
@@ -149,11 +162,13 @@ class EnvSampler:
             steps.rewards[t, where] = self.slots.rewards[where]
             for end in ended:
                 steps.ends[end.place, t] = _Ending(end.observation, end.terminated, end.truncated, end.state)
+                memory[end.place] = 0
                 self._count(end.episode)
         pieces = steps.pieces(self._number(slots), self.slots.observations, self.slots.states, self.source.version)
         given = steps.num_pieces.reshape(len(slots), self.slots.num_agents)
-        for index, counts in zip(slots.tolist(), given, strict=True):
-            self._num_pieces[index] = self._num_pieces_of(index) + counts
+        kept = memory.cpu().numpy().reshape(len(slots), self.slots.num_agents, self.memory_size)
+        for place, index in enumerate(slots.tolist()):
+            self._num_pieces[index], self._memory[index] = self._num_pieces_of(index) + given[place], kept[place]
         self._check_rewards(pieces)
         self.context.metrics.count("steps", int(num_steps.sum()))
         return pieces
@@ -187,6 +202,12 @@ class EnvSampler:
         saved: Ints = self._saved.get(index, none)["num_pieces"]
         return self._num_pieces.get(index, saved)
 
+    def _memory_of(self, index: int) -> Array:
+        """[A, M] what the policy remembers of each agent's running episode."""
+        none = {"memory": np.zeros((self.slots.num_agents, self.memory_size), np.float32)}
+        saved: Array = self._saved.get(index, none)["memory"]
+        return self._memory.get(index, saved)
+
     def _count(self, episode: Episode | None) -> None:
         """An episode of an environment into the metrics, if one has ended."""
         if episode is not None:
@@ -201,13 +222,13 @@ class EnvSampler:
 
     def _exploring(self, observations: Array, epsilon: Array | None) -> Any:
         """What actions are drawn from."""
-        distribution = self._distribution(observations)
+        distribution = self._network.distribution(self._tensor(observations))
         if epsilon is not None:
             return distribution.explore(_like(epsilon, distribution.log_probabilities))
         return distribution.noisy(self.noise) if self.noise else distribution
 
-    def _distribution(self, observations: Array) -> Any:
-        return self._network.distribution(torch.from_numpy(observations).to(self._network.device))
+    def _tensor(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._network.device)
 
     def _check_rewards(self, pieces: Batch) -> None:
         rewards = pieces.ragged("rewards")
@@ -229,12 +250,13 @@ class EnvSampler:
         slots.open(range(num_episodes), {})
         each, there = slots.num_agents, slots.present
         live = list(range(num_episodes * each))
+        memory = self._tensor(np.zeros((len(live), self.memory_size), np.float32))
         try:
             for _ in range(MAX_EVALUATION_STEPS):
                 if there is not None:
                     live = np.flatnonzero(there).tolist()
-                actions = self._distribution(slots.observations[live]).mode.cpu().numpy()
-                ended = slots.step(live, actions)
+                distribution, memory[live] = self._network.step(self._tensor(slots.observations[live]), memory[live])
+                ended = slots.step(live, distribution.mode.cpu().numpy())
                 played |= {end.place // each: end.episode for end in ended if end.episode is not None}
                 live = [place for place in live if place // each not in played]
                 if len(played) == num_episodes:
@@ -251,7 +273,7 @@ class EnvSampler:
         """``slot`` and ``state`` of every slot that this rank has, and of the saved ones that it has yet to be dealt."""
         states = {index: dict(self._saved[index]) for index in self._saved if self._is_mine(index)}
         for index, state in self.slots.state_dicts().items():
-            states[index] = {"num_pieces": self._num_pieces_of(index), "state": state}
+            states[index] = {"num_pieces": self._num_pieces_of(index), "state": state, "memory": self._memory_of(index)}
         return [{"slot": index, **states[index]} for index in sorted(states)]
 
     def _is_mine(self, index: int) -> bool:
@@ -265,13 +287,14 @@ class EnvSampler:
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Continue where the slots stood, given those of all ranks, of however many: see ``_slot``."""
         self.close()
-        self._saved = {saved["slot"]: {name: saved[name] for name in ("num_pieces", "state")} for saved in state}
+        self._saved = {saved["slot"]: {name: saved[name] for name in ("num_pieces", "state", "memory")} for saved in state}
 
     @control
     def close(self) -> None:
         """Close the environments."""
         self.slots.close()
         self._num_pieces.clear()
+        self._memory.clear()
         self._saved.clear()
 
 
@@ -299,7 +322,7 @@ class _Steps:
         self.with_states = like is not None
         self.states = np.zeros((*shape, *(() if like is None else like.shape[1:])), np.float32)
         self.taken = np.arange(self.width)[:, None] < num_steps
-        self.at_random = np.zeros(len(num_steps), bool)
+        self.at_random, self.begun = np.zeros(len(num_steps), bool), np.zeros((len(num_steps), 0), np.float32)
         self.ends: dict[tuple[int, int], _Ending] = {}
         self._everyone = list(range(len(num_steps)))
         self._shortest, self._distributions = int(num_steps.min(initial=self.width)), list[Any]()
@@ -337,6 +360,8 @@ class _Steps:
         final = np.zeros(len(ends), self.types["final_observations"])
         for number, ending in enumerate(endings):
             final[number] = ending.observation
+        memory = np.zeros((len(ends), self.begun.shape[1]), np.float32)
+        memory[before[self.num_pieces > 0]] = self.begun[self.num_pieces > 0]
         count = int(self.taken.sum())
         return Batch(
             {
@@ -348,6 +373,7 @@ class _Steps:
                 "truncated": np.array([ending.truncated for ending in endings], bool),
                 "final_observations": final,
                 **({"final_states": self._final_states(endings)} if self.with_states else {}),
+                **({"memory": memory} if memory.shape[1] else {}),
             }
         )
 

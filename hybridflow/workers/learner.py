@@ -213,8 +213,8 @@ class Learner(Shelved):
                     self._observe_drift(drift)
             self._add_up()
         if self.normalised:
-            observed = shuffled.columns[self._inputs[0]] if isinstance(shuffled, PulledSteps) else torch.zeros(0)
-            self.model.features.observe(observed, self._total)
+            seen = shuffled.seen(self.model)
+            self.model.observe(action_columns(seen, self._device) if isinstance(seen, Batch) else seen, self._total)
         self.version += 1
         return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
 
