@@ -50,6 +50,9 @@ __all__ = [
 ]
 
 
+CONTEXT = 16
+
+
 class NetConfig(Config):
     """What is between observations and the last layer."""
 
@@ -57,7 +60,7 @@ class NetConfig(Config):
     """layers; convolutions before them, for images; or layers of which the last is a memory (images get convolutions)"""
     hidden: tuple[int, ...] = (64, 64)
     """width of each hidden layer"""
-    context: int = Field(16, ge=1)
+    context: int = Field(CONTEXT, ge=1)
     """with attention: observations that it sees, the newest among them"""
     activation: Literal["tanh", "relu"] = Field("tanh")
     """between the layers"""
@@ -68,7 +71,7 @@ class NetConfig(Config):
     def _check(self) -> Self:
         if self.memory and not self.hidden:
             raise ValueError(f'kind = "{self.kind}" needs the width of its memory: hidden = [64], for instance')
-        if self.kind != "attention" and "context" in self.model_fields_set:
+        if self.kind != "attention" and self.context != CONTEXT:
             raise ValueError(f'context = {self.context} has no effect with kind = "{self.kind}"; leave it out')
         return self
 

@@ -152,6 +152,11 @@ def test_wrappers_go_around_from_the_inside():
     assert np.array_equal(after[:8], before[4:]) and not np.array_equal(after[8:], before[8:])
 
 
+def test_wrappers_of_other_packages_have_a_module():
+    config = wrapped({"name": "minigrid.wrappers:ImgObsWrapper"}, id="minigrid:MiniGrid-Empty-5x5-v0")
+    assert spaces_of(config)[0].shape == (7, 7, 3) and Slot(config, 1, 0).observation.dtype == np.uint8
+
+
 def test_wrapped_slots_resume_exactly():
     config = wrapped({"name": "FrameStackObservation", "stack_size": 2}, {"name": "FlattenObservation"})
     slot, resumed = Slot(config, 1, 4), Slot(config, 1, 4)
@@ -174,6 +179,12 @@ def test_rewards_are_clipped_by_a_wrapper():
         ({"name": "FrameStackObservation", "size": 2}, r"'FrameStackObservation' doesn't.*'size'"),
         ({"name": "NormalizeObservation"}, r"statistics of its own.*actor\.net\.normalise"),
         ({"name": "GrayscaleObservation"}, r"'GrayscaleObservation' doesn't fit"),
+        ({"name": "no_such_module:Wrapper"}, r"No module named 'no_such_module'; install what has it"),
+        (
+            {"name": "minigrid.wrappers:ImgObs"},
+            r"minigrid\.wrappers has no wrapper 'ImgObs', expected .*gymnasium\.Wrapper",
+        ),
+        ({"name": "json:JSONDecoder"}, r"json has no wrapper 'JSONDecoder'"),
     ],
 )
 def test_wrong_wrappers_are_one_line(wrapper, told):

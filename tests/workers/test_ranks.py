@@ -26,6 +26,7 @@ from hybridflow.core.metrics import Metrics
 from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import Fn, WorkerContext
 from hybridflow.core.seeding import torch_generator
+from hybridflow.models.memory import memory_size
 from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
 from hybridflow.models.policy import TextCritic, TextPolicy
 from hybridflow.ops.losses import ppo_clip, value_loss
@@ -61,15 +62,14 @@ def text_networks(kind: type[TextPolicy] | type[TextCritic], dtype: torch.dtype 
     return Networks(build, "main", ("tokens",))
 
 
-def net_networks(*names: str) -> Networks:
+def net_networks(*names: str, net: NetConfig = NetConfig(hidden=(16,))) -> Networks:  # noqa: B008
     make = make_policy if names == ("policy",) else make_q
 
     def build() -> dict[str, nn.Module]:
-        return {
-            name: make(BOX, DISCRETE, NetConfig(hidden=(16,)), torch_generator(i, "net")) for i, name in enumerate(names)
-        }
+        return {name: make(BOX, DISCRETE, net, torch_generator(i, "net")) for i, name in enumerate(names)}
 
-    return Networks(build, names[0], ("observations", "actions"))
+    memory = ("memory",) if net.memory else ()
+    return Networks(build, names[0], ("observations", "actions", *memory), normalised=net.normalise)
 
 
 def uneven() -> Batch:
@@ -141,6 +141,17 @@ def updated(
     return Outcome(context.metrics, gradients, parameters, dict(written.columns), one.optimizer.steps)  # type: ignore[arg-type]
 
 
+def remembering(kind: str) -> NetConfig:
+    return NetConfig.model_validate({"kind": kind, "hidden": [12], "normalise": True})
+
+
+def remembered(net: NetConfig) -> Batch:
+    """Pieces of episodes that begin with a memory."""
+    made = pieces([5, 1, 9, 3, 2])
+    drawn = np.random.default_rng(1).normal(size=(5, memory_size(BOX, net))).astype(np.float32)
+    return made.with_columns(memory=drawn)
+
+
 class Case(NamedTuple):
     networks: Callable[[], Networks]
     data: Callable[[], Batch]
@@ -160,6 +171,10 @@ CASES = {
     "dqn": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind()),
     "draws": Case(partial(net_networks, "q", "target"), partial(pieces, [1] * 11), dqn_loss.bind(), drawn=4),
     "steps of pieces": Case(partial(net_networks, "policy"), partial(pieces, [5, 1, 9, 3]), PPO),
+    **{
+        kind: Case(partial(net_networks, "policy", net=remembering(kind)), partial(remembered, remembering(kind)), PPO)
+        for kind in ("gru", "lstm", "attention")
+    },
     "one unit": Case(partial(text_networks, TextPolicy), partial(batch, 1), PPO),
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),
     "bfloat16": Case(partial(text_networks, TextPolicy, torch.bfloat16), uneven, PPO, sgd=False),

@@ -1,0 +1,78 @@
+"""What can't be solved without a memory is solved with one, and what can't be combined with one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import CARTPOLE, PENDULUM, with_keys
+
+from hybridflow.build import build
+from hybridflow.config import validate
+from hybridflow.core.errors import ConfigError
+
+CUE: dict[str, Any] = {
+    "algorithm": "ppo",
+    "run_dir": "unused",
+    "threads": 1,
+    "ppo": {"gamma": 0.99},
+    "loss": {"entropy_coef": 0.01},
+    "actor": {"net": {"hidden": [16]}, "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5}},
+    "critic": {"net": {"hidden": [16]}, "optimizer": {"lr": 1e-2, "max_grad_norm": 0.5}},
+    # Rollouts of 10 steps cut episodes of 4 in their middle.
+    "environment": {"id": "memory_envs:HybridflowCue-v0", "num_envs": 16, "steps_per_rollout": 10, "options": {"delay": 4}},
+    "train": {"steps": 50, "epochs": 4},
+    "evaluation": {"limit": 100},
+}
+
+
+def score_of(kind: str, **keys: Any) -> float:
+    made = build(validate(with_keys(CUE, actor__net__kind=kind, critic__net__kind=kind, **keys), "test"))
+    try:
+        made.trainer.train(made.config.train.steps)
+        evaluation = made.parts.evaluate
+        assert evaluation is not None
+        return evaluation().score
+    finally:
+        made.runtime.stop()
+
+
+def test_without_a_memory_the_cue_is_forgotten() -> None:
+    assert 0.3 < score_of("mlp") < 0.7
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm", "attention"])
+def test_with_a_memory_the_cue_is_remembered(kind: str) -> None:
+    assert score_of(kind) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"actor__net": {"kind": "mlp", "context": 4}}, 'context = 4 has no effect with kind = "mlp"; leave it out'),
+        ({"actor__net": {"kind": "gru", "hidden": []}}, 'kind = "gru" needs the width of its memory: hidden = [64]'),
+        ({"critic__net": {"kind": "gru"}}, 'critic.net.kind = "gru", but actor.net.kind = "mlp": a critic starts from'),
+        (
+            {"actor__net": {"kind": "lstm"}, "critic__net": {"kind": "gru"}},
+            'critic.net.kind = "gru", but actor.net.kind = "lstm": a critic starts from the actor\'s memory; make them',
+        ),
+        (
+            {"actor__net": {"kind": "attention"}, "critic__net": {"kind": "attention", "context": 4}},
+            "critic.net.context = 4, but actor.net.context = 16: both see the same past observations; make them equal",
+        ),
+        (
+            {"algorithm": "trpo", "ppo": None, "loss": None, "actor__net": {"kind": "gru"}},
+            'actor.net.kind = "gru": trpo learns from single steps; use "mlp" or "cnn"',
+        ),
+    ],
+)
+def test_what_has_no_use_for_a_memory_says_so(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(with_keys(CARTPOLE, run_dir="unused", **keys), "test")
+    assert len(caught.value.problems) == 1 and message in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("where", ["actor", "critic"])
+def test_methods_with_a_replay_have_no_memory(where: str) -> None:
+    with pytest.raises(ConfigError, match=rf'{where}\.net\.kind = "lstm": sac learns from single steps'):
+        validate(with_keys(PENDULUM, run_dir="unused", **{f"{where}__net__kind": "lstm"}), "test")
