@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic-sampling": TEXT["dynamic-sampling"],
     "sft": TEXT["sft"],
     "ppo-cartpole": CARTPOLE,
+    "ppo-lstm": ENVIRONMENTS["ppo-lstm"],
     "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
     "sac-pendulum": ENVIRONMENTS["sac-pendulum"],
     **{

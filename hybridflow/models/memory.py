@@ -49,7 +49,7 @@ def memory_size(space: Space[Any], config: NetConfig) -> int:
     """M of a network for the space; 0 if it remembers nothing."""
     if config.kind == "attention":
         return (config.context - 1) * (math.prod(space.shape or ()) + 1)
-    return config.hidden[-1] * {"gru": 1, "lstm": 2}.get(config.kind, 0)
+    return config.hidden[-1] * (2 if config.kind == "lstm" else 1) if config.memory else 0
 
 
 def make_memory(space: Space[Any], inputs: int, config: NetConfig, generator: torch.Generator) -> Memory | None:

@@ -215,7 +215,9 @@ class ObservationNet(nn.Module):
 
     def step(self, observations: Tensor, memory: Tensor) -> tuple[Any, Tensor]:
         """The distribution at each observation [B, ...] given ``memory`` [B, M], zeros when an episode begins, and the
-        memory afterwards."""
+        memory afterwards; without a memory, M is 0."""
+        if not self.memory_size:
+            return self.distribution(observations), memory
         outputs, after = self.memory.step(self._encode, observations, memory)
         return self.head(self.mlp.forward(outputs)), after
 
@@ -362,6 +364,7 @@ class QTable(nn.Module):
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
+    memory_size = 0
 
     def __init__(self, num_states: int, num_actions: int, start: int = 0) -> None:
         super().__init__()
@@ -379,6 +382,10 @@ class QTable(nn.Module):
         """The greedy policy, which draws among equally good actions."""
         values = self.table[self.states(observations)]
         return Categorical(torch.where(values == values.amax(-1, keepdim=True), 0.0, -math.inf).log_softmax(-1))
+
+    def step(self, observations: Tensor, memory: Tensor) -> tuple[Categorical, Tensor]:
+        """As that of other networks, without a memory."""
+        return self.distribution(observations), memory
 
 
 def make_policy(
