@@ -149,7 +149,12 @@ def test_a_critic_begins_with_what_the_actor_remembers(kind: str) -> None:
     policy, observations = policy_of(kind), observations_of(SPACES["box"], 2)
     memories = stepped(policy, observations)[1]
     width = {"gru": 6, "lstm": 6, "attention": 12}[kind]
-    value = make_value(SPACES["box"], net_of(kind, hidden=[8, width]), torch.Generator().manual_seed(1), policy.memory_size)
+    value = make_value(
+        SPACES["box"],
+        net_of(kind, hidden=[8, width]),
+        torch.Generator().manual_seed(1),
+        policy_memory_size=policy.memory_size,
+    )
     pieces = rows_of(observations, memories, [[5], []])
     values = pieces.ragged("response_mask").like(value.outputs(pieces)["values"].numpy())
     forgot = pieces.with_columns(memory=np.zeros_like(pieces["memory"]))
@@ -163,7 +168,7 @@ def test_a_critic_begins_with_what_the_actor_remembers(kind: str) -> None:
 def test_the_last_value_is_one_more_step(kind: str) -> None:
     policy, observations = policy_of(kind), observations_of(SPACES["box"], 2)
     memories = stepped(policy, observations)[1]
-    value = make_value(SPACES["box"], net_of(kind), torch.Generator().manual_seed(1), policy.memory_size)
+    value = make_value(SPACES["box"], net_of(kind), torch.Generator().manual_seed(1), policy_memory_size=policy.memory_size)
     cut, whole = (rows_of(observations, memories, cuts) for cuts in ([[5], [3]], [[], []]))
     in_time = whole.ragged("response_mask").like(value.outputs(whole)["values"].numpy())
     after = value.bootstrap(cut).numpy()
