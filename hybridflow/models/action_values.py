@@ -1,20 +1,16 @@
-"""Networks that value actions: ensembles of Q(s, a), and of Q(s, .) over discrete actions, each as one batched network; and
-those of DQN's switches.
+"""Networks that value actions: ensembles of Q(s, a), and of Q(s, .) over discrete actions; and those of DQN's switches.
 
 Shapes: E members, N steps, K actions, Z atoms.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hybridflow.models.continuous import Bounds
 from hybridflow.models.features import make_features
@@ -27,84 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["ActionValues", "CategoricalQNet", "DiscreteActionValues", "DuellingMLP", "EnsembleMLP", "Temperature"]
 
 
-class _EnsembleLayers(torch.autograd.Function):
-    """Batched linear layers with an activation between them, as one node of the graph: one for each operation takes longer
-    than small products do. apply(x [N, I], relu, weight, bias, weight, bias, ...) -> [E, N, O]; biases [E, 1, outputs]"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, relu: bool, *parameters: Tensor) -> Tensor:
-        inputs, out = _EnsembleLayers.through(x, relu, parameters)
-        ctx.relu = relu
-        ctx.save_for_backward(*inputs, *parameters[::2])
-        return out
-
-    @staticmethod
-    def through(x: Tensor, relu: bool, parameters: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The inputs of all layers [E, N, inputs], and the output."""
-        weights, biases = parameters[::2], parameters[1::2]
-        x = x.expand(len(weights[0]), *x.shape)
-        inputs = [x]
-        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
-            x = torch.baddbmm(bias, x, weight)
-            x = x.relu_() if relu else x.tanh_()
-            inputs.append(x)
-        return inputs, _product(x, weights[-1]) + biases[-1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
-        inputs, weights = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        out: list[Tensor | None] = []
-        for layer in reversed(range(len(weights))):
-            x, weight, trained = inputs[layer], weights[layer], needed[2 + 2 * layer]
-            out += [gradient.sum(1, keepdim=True), _product(x.mT, gradient)] if trained else [None, None]
-            if layer or needed[0]:
-                gradient = gradient * weight.mT if weight.shape[-1] == 1 else torch.bmm(gradient, weight.mT)
-            if layer:
-                shut = torch.ops.aten.threshold_backward.grad_input if ctx.relu else torch.ops.aten.tanh_backward.grad_input
-                shut(gradient, x, *((0,) if ctx.relu else ()), grad_input=gradient)
-        return (gradient.sum(0) if needed[0] else None, None, *reversed(out))
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y, [E, N, M] and [E, M, O]: of one column member by member, as batched products with one are slow."""
-    if y.shape[-1] > 1:
-        return torch.bmm(x, y)
-    return torch.stack([torch.mv(*pair) for pair in zip(x, y[..., 0], strict=True)])[..., None]
-
-
 class EnsembleMLP(nn.Module):
-    """``members`` MLPs of equal ``sizes`` side by side: [N, sizes[0]] -> [E, N, sizes[-1]].
-
-    A layer is one batched matrix product. Weights are [E, inputs, outputs]; initial ones are those of ``MLP``.
-    """
+    """``members`` MLPs of equal ``sizes`` side by side: [N, sizes[0]] -> [E, N, sizes[-1]]."""
 
     def __init__(self, sizes: tuple[int, ...], members: int, config: NetConfig, generator: torch.Generator) -> None:
         super().__init__()
-        self.relu = config.activation == "relu"
-        layers = list(itertools.pairwise(sizes))
-        self.weights = nn.ParameterList(torch.empty(members, inputs, outputs) for inputs, outputs in layers)
-        # One row, so that they count as biases wherever weights are told from biases.
-        self.biases = nn.ParameterList(torch.zeros(members * outputs) for _, outputs in layers)
-        for layer, member in itertools.product(range(len(layers)), range(members)):
-            gain = 1.0 if layer == len(layers) - 1 else math.sqrt(2)
-            nn.init.orthogonal_(self.weights[layer][member].T, gain, generator)
+        self.members = nn.ModuleList(MLP(sizes, config.activation, 1.0, generator) for _ in range(members))
 
     def forward(self, x: Tensor, members: int | None = None) -> Tensor:
         """Of the first ``members``, all if None."""
-        parts = [y for weight, bias in self._layers for y in (weight, bias.view(len(weight), 1, -1))]
-        if members is not None:
-            parts = [y[:members] for y in parts]
-        if not torch.is_grad_enabled():
-            return _EnsembleLayers.through(x, self.relu, parts)[1]
-        values: Tensor = _EnsembleLayers.apply(x, self.relu, *parts)  # type: ignore[no-untyped-call]
-        return values
+        return torch.stack([member.forward(x) for member in self._listed[:members]])
 
     @cached_property
-    def _layers(self) -> list[tuple[Tensor, Tensor]]:
+    def _listed(self) -> list[nn.Module]:
         # Reading attributes of modules takes longer than multiplying matrices of this size.
-        return list(zip(self.weights, self.biases, strict=True))
+        return [*self.members]
 
 
 class ActionValues(nn.Module):

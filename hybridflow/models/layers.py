@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hybridflow.ops.linear import linear, product
+
 __all__ = ["MLP"]
 
 
 def _layers(x: Tensor, relu: bool, parameters: Sequence[Tensor], inputs: list[Tensor] | None = None) -> Tensor:
     """Linear layers of ``parameters`` (weight, bias, weight, bias, ...); ``inputs`` gets what all but the first read."""
     for layer in range(0, len(parameters) - 2, 2):
-        x = torch.addmm(parameters[layer + 1], x, parameters[layer].t())
+        x = linear(x, parameters[layer], parameters[layer + 1])
         if relu:
             x.relu_()
         else:
@@ -31,7 +33,7 @@ def _layers(x: Tensor, relu: bool, parameters: Sequence[Tensor], inputs: list[Te
             np.tanh(values, out=values)
         if inputs is not None:
             inputs.append(x)
-    return torch.addmm(parameters[-1], x, parameters[-2].t())
+    return linear(x, parameters[-2], parameters[-1])
 
 
 class _Layers(torch.autograd.Function):
@@ -54,13 +56,13 @@ class _Layers(torch.autograd.Function):
         out: list[Tensor | None] = []
         for layer in reversed(range(len(weights))):
             trained = needed[2 + 2 * layer]
-            out += [gradient.sum(0), gradient.t().mm(inputs[layer])] if trained else [None, None]
+            out += [gradient.sum(0), product(gradient.t(), inputs[layer])] if trained else [None, None]
             if layer:
-                gradient, x = gradient.mm(weights[layer]), inputs[layer]
+                gradient, x = product(gradient, weights[layer]), inputs[layer]
                 aten = torch.ops.aten
                 gradient = aten.threshold_backward(gradient, x, 0) if ctx.relu else aten.tanh_backward(gradient, x)
             elif needed[0]:
-                out.append(gradient.mm(weights[0]))
+                out.append(product(gradient, weights[0]))
         of_x = out.pop() if needed[0] else None
         return (of_x, None, *reversed(out))
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 __all__ = ["can_pack", "linear", "pack", "product"]
 
 _TYPICAL_ROWS = 64  # of a product with a packed weight; only that it isn't 1 makes a difference
+_SHORT = 32
 _MIN_PRODUCTS = 2**20  # below it, the 10 microseconds that a call costs more are not won back
 
 
@@ -41,11 +42,15 @@ def pack(weight: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, [N, I] and [I, O], without gradients; transposed views cost nothing."""
-    return _onednn(left, right.T) if _fast(left, left.numel() * right.shape[1]) else left @ right
+    rows, columns = len(left), right.shape[1]
+    if _fast(left, left.numel() * columns):
+        return _onednn(left, right.T)
+    # MKL takes up to five times as long for a result of many short rows as for one of few long ones.
+    return (right.T @ left.T).T if columns < min(rows, _SHORT) else left @ right
 
 
 def _fast(x: Tensor, num_products: int) -> bool:
-    suits = x.dtype == torch.float32 and x.device.type == "cpu" and num_products > _MIN_PRODUCTS
+    suits = num_products > _MIN_PRODUCTS and x.dtype == torch.float32 and x.device.type == "cpu"
     return suits and _available()
 
 

@@ -126,13 +126,11 @@ def test_an_ensemble_is_its_members_side_by_side():
     x = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
     for member in range(2):
         single = MLP((3, 8, 6, 4), "relu", 1.0, torch_generator(2, "init"))
-        for layer, weight in zip(single.layers, ensemble.weights, strict=True):
-            layer.weight.data.copy_(weight[member].T)
-        torch.testing.assert_close(ensemble(x)[member], single(x))
+        single.load_state_dict(ensemble.members[member].state_dict())
+        assert torch.equal(ensemble(x)[member], single(x))
     assert not torch.equal(*ensemble(x)) and torch.equal(ensemble(x, 1), ensemble(x)[:1])
-    hidden = ensemble.weights[1][0]
-    torch.testing.assert_close(hidden.T @ hidden, 2 * torch.eye(6), rtol=1e-4, atol=1e-5)
-    assert all(bias.dim() == 1 for bias in ensemble.biases)
+    hidden = ensemble.members[0].layers[1].weight
+    torch.testing.assert_close(hidden @ hidden.T, 2 * torch.eye(6), rtol=1e-4, atol=1e-5)
 
 
 def test_critics_value_actions_in_units():

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hybridflow.ops.linear import linear, pack, product
 
 LARGE, SMALL = (64, 160, 128), (3, 5, 4)  # rows, inputs, outputs: above and below the size from which oneDNN is taken
+NARROW = (96, 3, 80)  # products of this size are taken transposed
 
 
 def inputs(n, i, o, dtype=torch.float32):
@@ -64,7 +65,7 @@ def test_other_types_go_the_ordinary_way(dtype, onednn_calls):
     assert not onednn_calls
 
 
-@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+@pytest.mark.parametrize("sizes", [LARGE, SMALL, NARROW])
 def test_product_takes_transposed_views(sizes):
     x, weight, _, grad = (t.detach() for t in inputs(*sizes))
     for left, right in ((grad, weight), (grad.T, x), (x.T, grad), (x, weight.T)):
