@@ -18,6 +18,7 @@ class ActorCritic(nn.Module):
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
+    memory_size = 0
 
     def __init__(self, policy: nn.Module, value: nn.Module) -> None:
         super().__init__()
@@ -32,6 +33,10 @@ class ActorCritic(nn.Module):
     def distribution(self, observations: Tensor) -> Any:
         """Of the action at each observation [B, ...]."""
         return self.policy.distribution(observations)
+
+    def step(self, observations: Tensor, memory: Tensor) -> tuple[Any, Tensor]:
+        """As that of the policy, which has no memory."""
+        return self.distribution(observations), memory
 
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``log_probs``, ``entropy`` and ``values``, [N] over the action steps."""
