@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,8 +46,9 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool, episodes: in
     else:
         score = "score" if config.environment is None else "mean return"
         others = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in result.others.items())
-        interval = f"95 % confidence [{result.low:.3f}, {result.high:.3f}]"
-        print(f"{score} {result.score:.3f}, {interval}, n {result.count}{others}")
+        known = math.isfinite(result.low)  # one alone tells nothing of others
+        interval = f", 95 % confidence [{result.low:.3f}, {result.high:.3f}]" if known else ""
+        print(f"{score} {result.score:.3f}{interval}, n {result.count}{others}")
 
 
 def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import runpy
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -46,7 +49,7 @@ class EnvironmentConfig(Config):
     """Which environment, how many of it, how long a rollout."""
 
     id: str
-    """a registered Gymnasium environment such as "CartPole-v1"; "module:Name-v0" imports the module first;
+    """a registered Gymnasium environment such as "CartPole-v1"; "module:Name-v0" and "path/file.py:Name-v0" import first;
     "pettingzoo:mpe2.simple_spread_v3" is the module's parallel environment of several agents"""
     num_envs: int = Field(8, ge=1)
     """environments that are stepped together"""
@@ -142,8 +145,11 @@ def _wrapper(name: str, where: str) -> Any:
 
 
 def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:
+    place, _, name = config.id.rpartition(":")
+    if in_file := place.endswith(".py"):
+        _run_once(Path(place).absolute())
     try:
-        made: Env[Any, Any] = gymnasium.make(config.id, **config.options)
+        made: Env[Any, Any] = gymnasium.make(name if in_file else config.id, **config.options)
         return made
     except gymnasium.error.UnregisteredEnv as error:
         near = difflib.get_close_matches(config.id, gymnasium.registry, 1, 0.5)
@@ -151,8 +157,19 @@ def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:
         raise DataError(f"environment {config.id!r} is not registered in gymnasium; {hint}") from error
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise DataError(f"environment {config.id!r} can't be imported: {error}") from error
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"environment {config.id!r} doesn't take the options {config.options}: {error}") from error
+
+
+@cache
+def _run_once(path: Path) -> None:
+    """A file that registers environments."""
+    if not path.is_file():
+        raise DataError(f"environment.id: no file {path}; expected path/file.py:Name-v0, where the file registers Name-v0")
+    try:
+        runpy.run_path(str(path))
+    except ImportError as error:
+        raise DataError(f"environment.id: {path} can't be imported: {error}") from error
 
 
 def spaces_of(config: EnvironmentConfig) -> tuple[Space[Any], Space[Any]]:

@@ -113,7 +113,8 @@ class RunConsole:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _warn(self, step: int, metrics: Values) -> None:
-        bad = [key for key, value in metrics.items() if not math.isfinite(value) and key not in self._warned]
+        known = {*self._warned, "eval/low", "eval/high"}  # which one episode doesn't have
+        bad = [key for key, value in metrics.items() if not math.isfinite(value) and key not in known]
         self._warned.update(bad)
         if bad:
             self.note(f"warning: step {step}/{self._steps}: not finite: {', '.join(bad)}", style="yellow")
