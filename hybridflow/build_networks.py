@@ -10,16 +10,17 @@ from safetensors.torch import load_model
 from torch import nn
 
 from hybridflow.config import RunConfig
-from hybridflow.core.errors import ModelError
+from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
-from hybridflow.data.agents import agents_of
+from hybridflow.data.agents import Agents, agents_of
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP, Temperature
 from hybridflow.models.actor_critic import ActorCritic
+from hybridflow.models.agent_groups import GroupedPolicy
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
-from hybridflow.models.nets import make_policy, make_q, make_table, make_value
+from hybridflow.models.nets import CategoricalPolicy, make_policy, make_q, make_table, make_value
 from hybridflow.workers.learner import Trained
 
 __all__ = [
@@ -58,6 +59,8 @@ def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
         "td3": _deterministic,
         "ddpg": _deterministic,
     }
+    if config.algorithm in built and _agents(config) is not None:
+        raise DataError(f"agents whose spaces differ need a method without replay, such as ppo; found {config.algorithm}")
     networks = built.get(config.algorithm, _policy)(spaces, config)
     if config.actor.model is not None:
         path = Path(config.actor.model) / WEIGHTS
@@ -98,7 +101,17 @@ def _copies(names: tuple[str, ...], make: Callable[[], nn.Module]) -> Built:
     return {name: make() for name in names}
 
 
+def _agents(config: RunConfig) -> Agents | None:
+    """Who acts, if there are several agents whose spaces differ."""
+    if config.environment is None or not config.environment.shared:
+        return None
+    agents = agents_of(config.environment)
+    return agents if len(agents.groups) > 1 else None
+
+
 def _policy(spaces: Spaces, config: RunConfig) -> Built:
+    if (agents := _agents(config)) is not None:
+        return {"policy": _of_groups(agents, config)}
     several = type(spaces[1]).__name__ == "MultiDiscrete"
     make: Callable[..., nn.Module] = MultiCategoricalPolicy if several else make_policy
     return {"policy": make(*spaces, config.actor.net, torch_generator(config.seed, "init", 0))}
@@ -107,6 +120,16 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
 def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
     value = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
     return {"policy": ActorCritic(_policy(spaces, config)["policy"], value)}
+
+
+def _of_groups(agents: Agents, config: RunConfig) -> GroupedPolicy:
+    networks = []
+    for number, group in enumerate(agents.groups):
+        observed, done = agents.spaces_of(group)
+        random = torch_generator(config.seed, "init", 0, number)
+        networks.append(CategoricalPolicy(observed, int(done.n), 0.01, config.actor.net, random))
+    widths = [agents.observed[group[0]].shape[0] for group in agents.groups]
+    return GroupedPolicy(networks, agents.groups, widths, int(agents.spaces[1].n), agents.agent_id)
 
 
 def _q(spaces: Spaces, config: RunConfig) -> nn.Module:

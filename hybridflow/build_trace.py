@@ -69,12 +69,13 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
 
 def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
     if config.environment is not None:
-        spaces = spaces_of(config.environment)
+        spaces, seats = spaces_of(config.environment), 1
         types = {**entry_types(spaces), "memory": np.dtype((np.float32, (memory_size(spaces[0], config.actor.net),)))}
-        if config.critic.input == "state":
-            states = np.dtype((np.float32, agents_of(config.environment).state_space.shape))
-            types |= {"states": states, "final_states": states}
-        return Workload(config.environment.steps_per_rollout, types)
+        if config.environment.shared:
+            agents = agents_of(config.environment)
+            states = np.dtype((np.float32, agents.state_space.shape))
+            types, seats = types | {"states": states, "final_states": states}, len(agents.names)
+        return Workload(config.environment.steps_per_rollout, types, seats)
     return Workload(config.generation.max_new_tokens if response_tokens is None else response_tokens)
 
 

@@ -65,6 +65,8 @@ def export(run: Path, file: Path) -> None:
     if file.suffix != ".onnx":
         raise UserError(f"{file}: expected a name that ends in .onnx")
     policy = Policy.load(run)
+    if policy.environment.shared:
+        raise ModelError(f"{run}: a run of several agents in {policy.environment.id!r}; export takes policies of one agent")
     with tempfile.TemporaryDirectory(dir=file.parent if file.parent.is_dir() else None, prefix=".onnx-") as folder:
         made = Path(folder) / file.name
         write_onnx(policy, made, _metadata(run, policy))

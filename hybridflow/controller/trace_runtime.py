@@ -33,11 +33,13 @@ W = TypeVar("W")
 class Workload:
     """What a trace assumes. ``new_steps``: mean tokens of a response, or steps of an environment in one rollout.
 
-    ``types``: of an entry, with its shape, for columns whose type the vocabulary leaves to the environment.
+    ``types``: of an entry, with its shape, for columns whose type the vocabulary leaves to the environment. ``seats``:
+    agents in each environment.
     """
 
     new_steps: float
     types: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+    seats: int = 1
 
 
 class TraceRuntime(KeepsState):
@@ -99,7 +101,8 @@ class TraceRuntime(KeepsState):
         seen = batch.select(reads)
         steps = _steps(seen, "prompt") + self.workload.new_steps if verb.kind == "generate" else _steps(batch, "time")
         names = [role.rename.get(written, written) for written in writes]
-        rows, steps = (1, 1.0) if verb.rows == "one" else (len(batch), steps)
+        rows = len(batch) * (self.workload.seats if verb.kind == "generate" else 1)
+        rows, steps = (1, 1.0) if verb.rows == "one" else (rows, steps)
         columns = {name: self._column(name, rows, steps if FIELDS[name].axis == "time" else 1.0) for name in names}
         function = ", ".join(argument.name for argument in arguments if isinstance(argument, Fn))
         new = self._record(role.name, name, verb.kind, function, seen, Batch(columns, rows))

@@ -26,7 +26,7 @@ import numpy as np
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import derive
-from hybridflow.data.envs import EnvironmentConfig, Slot, native_action
+from hybridflow.data.envs import EnvironmentConfig, Replayable, native_action
 from hybridflow.data.slots import Ended, Episode, Slots
 
 __all__ = ["Agents", "SharedSlot", "SharedSlots", "agents_of", "make_parallel"]
@@ -78,6 +78,11 @@ class Agents:
         done = self.done[0] if len(self.groups) == 1 else _discrete(max(int(space.n) for space in self.done))
         return _box(self.width + len(self.names)), done
 
+    def spaces_of(self, group: Sequence[int]) -> tuple[Any, Any]:
+        """(observation space, action space) of a network for these agents alone."""
+        seen = self.observed[group[0]].shape[0]
+        return _box(seen + len(self.names) * self.agent_id), self.done[group[0]]
+
     @cached_property
     def state_space(self) -> Any:
         """Of what a centralised critic sees: the environment's state, or else what all agents observe, and who asks."""
@@ -125,7 +130,7 @@ def _state_size(environment: Any) -> int | None:
         return None
 
 
-class SharedSlot(Slot):
+class SharedSlot(Replayable):
     """One environment of A agents. ``observation`` [A, ...]: what each sees next, ``present`` [A]: who is there to act,
     ``rewards`` [A]: of the last step, ``state``: of the environment, numbers."""
 
@@ -144,7 +149,7 @@ class SharedSlot(Slot):
         """Start an episode."""
         observations, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
         self.episode, self.returns = episode, np.zeros(len(self.agents.names))
-        self.actions: list[Any] = []
+        self.actions = []
         self._see(observations)
 
     def _see(self, observations: Mapping[str, Any]) -> None:
@@ -167,13 +172,13 @@ class SharedSlot(Slot):
         parts = [np.zeros(shape) if seen is None else seen for seen, shape in zip(self._seen, shapes, strict=True)]
         return np.concatenate([np.asarray(part, np.float32).reshape(-1) for part in parts])
 
-    def step(self, actions: Array) -> list[tuple[int, bool, bool]]:  # type: ignore[override]
-        """Everybody who is there takes one step, by ``actions`` [A, ...]; (agent, terminated, truncated) of those who go.
+    def step(self, action: Array) -> list[tuple[int, bool, bool]]:
+        """Everybody who is there takes one step, by ``action`` [A, ...]; (agent, terminated, truncated) of those who go.
         After that of the last one, ``begin`` must come next."""
         acting = [(agent, name) for agent, name in enumerate(self.agents.names) if self.present[agent]]
-        given = {name: self._taking[agent](actions[agent]) for agent, name in acting}
+        given = {name: self._taking[agent](action[agent]) for agent, name in acting}
         observations, rewards, terminated, truncated, _ = self.environment.step(given)
-        self.actions.append(actions)
+        self.actions.append(action)
         self.num_steps += 1
         self.rewards = np.zeros(len(self.agents.names))
         going = list[tuple[int, bool, bool]]()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import runpy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EVALUATION",
     "EnvironmentConfig",
+    "Replayable",
     "Slot",
     "Transition",
     "entry_types",
@@ -98,7 +100,7 @@ def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
     """One environment; DataError if the id is unknown, a dependency is missing, the options don't fit or it has several
     agents."""
     if config.shared:
-        raise DataError(f"environment {config.id!r} has several agents, and one agent's is needed here")
+        raise DataError(f"environment {config.id!r} has several agents, one is needed; hybridflow eval plays it")
     gymnasium = _gymnasium()
     environment = _made(gymnasium, config)
     for wrapper in config.wrappers:
@@ -202,37 +204,27 @@ def rollout_source(config: EnvironmentConfig) -> Batch:
     return Batch({"slot": slots, "num_steps": np.full_like(slots, config.steps_per_rollout)})
 
 
-class Slot:
-    """One environment. ``observation`` is what a policy sees next, ``num_steps`` counts over its life."""
+class Replayable(ABC):
+    """An environment whose state is its episode and the actions of that so far: they are played again.
 
-    def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
-        self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
-        self.environment = make_environment(config)
-        self._native = native_action(self.environment.action_space)
-        self._observed = self.environment.observation_space.dtype
-        self.num_steps = 0
-        self.begin(0)
+    ``observation`` is what policies see next, ``num_steps`` counts over its life.
+    """
 
+    config: EnvironmentConfig
+    slot: int
+    environment: Any
+    episode: int
+    num_steps: int
+    actions: list[Any]
+    observation: Array
+
+    @abstractmethod
     def begin(self, episode: int) -> None:
         """Start an episode."""
-        observation, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
-        self.episode, self.episode_return = episode, 0.0
-        self.actions: list[Any] = []
-        self.observation = self._copied(observation)
 
-    def step(self, action: Array) -> Transition:
+    @abstractmethod
+    def step(self, action: Array) -> Any:
         """Take one step; after the end of an episode, ``begin`` must come next."""
-        observation, reward, terminated, truncated, _ = self.environment.step(self._native(action))
-        self.actions.append(action)
-        reward = float(reward)
-        self.episode_return += reward
-        self.num_steps += 1
-        self.observation = self._copied(observation)
-        return Transition(self.observation, reward, bool(terminated), bool(truncated))
-
-    def _copied(self, observation: Any) -> Array:
-        # Environments may write the next observation into the same array.
-        return np.array(observation, self._observed)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the episode's actions so far, and the observation that playing them leads to."""
@@ -254,6 +246,39 @@ class Slot:
 
     def close(self) -> None:
         self.environment.close()
+
+
+class Slot(Replayable):
+    """One environment of one agent."""
+
+    def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
+        self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
+        self.environment = make_environment(config)
+        self._native = native_action(self.environment.action_space)
+        self._observed = self.environment.observation_space.dtype
+        self.num_steps = 0
+        self.begin(0)
+
+    def begin(self, episode: int) -> None:
+        """Start an episode."""
+        observation, _ = self.environment.reset(seed=derive(self.seed, self.purpose, self.slot, episode))
+        self.episode, self.episode_return = episode, 0.0
+        self.actions = []
+        self.observation = self._copied(observation)
+
+    def step(self, action: Array) -> Transition:
+        """Take one step; after the end of an episode, ``begin`` must come next."""
+        observation, reward, terminated, truncated, _ = self.environment.step(self._native(action))
+        self.actions.append(action)
+        reward = float(reward)
+        self.episode_return += reward
+        self.num_steps += 1
+        self.observation = self._copied(observation)
+        return Transition(self.observation, reward, bool(terminated), bool(truncated))
+
+    def _copied(self, observation: Any) -> Array:
+        # Environments may write the next observation into the same array.
+        return np.array(observation, self._observed)
 
 
 def native_action(space: Any) -> Callable[[Array], Any]:

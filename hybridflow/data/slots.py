@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridflow.core.batch import Array
-from hybridflow.data.envs import EnvironmentConfig, Slot, entry_types
+from hybridflow.data.envs import EnvironmentConfig, Replayable, Slot, entry_types
 
 __all__ = ["Ended", "Episode", "Slots"]
 
@@ -57,7 +57,7 @@ class Slots:
     ) -> None:
         self.config, self.seed, self.purpose, self.restart = config, seed, purpose, restart
         self._type = entry_types(spaces)["observations"]
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, Replayable] = {}
         self._open: list[Slot] = []
 
     def open(self, ids: Sequence[int], saved: Mapping[int, Mapping[str, Any]]) -> None:
@@ -77,7 +77,7 @@ class Slots:
                 self._slots[index] = slot
         return [self._slots[index] for index in ids]
 
-    def _make(self, index: int) -> Slot:
+    def _make(self, index: int) -> Replayable:
         return Slot(self.config, self.seed, index, self.purpose)
 
     def step(self, live: Sequence[int], actions: Array) -> list[Ended]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +12,18 @@ import pytest
 import torch
 from conftest import CARTPOLE, with_keys, written
 
+from hybridflow.build_networks import actor_networks
+from hybridflow.config import validate
 from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import DataError
+from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import WorkerContext, verb_of
 from hybridflow.core.seeding import derive, torch_generator
 from hybridflow.data.agents import agents_of
 from hybridflow.data.envs import EnvironmentConfig, make_environment, rollout_source, spaces_of
 from hybridflow.models.nets import NetConfig, make_policy
+from hybridflow.policy import Policy
 from hybridflow.workers.env_sampler import EnvSampler
 
 HERE = "pettingzoo:parallel_games"
@@ -200,7 +204,7 @@ def test_what_is_no_environment_of_several_agents_is_told():
         agents_of(EnvironmentConfig(id="pettingzoo:math"))
     with pytest.raises(DataError, match=r"doesn't take the options.*speed"):
         agents_of(relay(speed=3))
-    with pytest.raises(DataError, match="has several agents, and one agent's is needed"):
+    with pytest.raises(DataError, match="has several agents, one is needed; hybridflow eval"):
         make_environment(relay())
 
 
@@ -235,3 +239,88 @@ def test_a_critic_of_the_state_knows_what_observations_hide(hybridflow, tmp_path
         assert hybridflow("train", written(tmp_path / name, run_of("secret", **keys, **lr))).code == 0
         errors[name] = records(tmp_path / name)[-1]["critic/value_error"]
     assert errors["state"] < 0.1 and errors["observations"] > 1.2
+
+
+def test_groups_of_agents_with_different_spaces_have_networks_of_their_own():
+    config = EnvironmentConfig(id="pettingzoo:mpe2.simple_speaker_listener_v4", num_envs=2, steps_per_rollout=6)
+    agents = agents_of(config)
+    assert agents.names == ("speaker_0", "listener_0") and agents.groups == [[0], [1]]
+    assert spaces_of(config)[0].shape == (13,) and spaces_of(config)[1].n == 5  # 11 numbers and who it is; 3 words, 5 moves
+    networks = actor_networks(spaces_of(config), validate(speaking("unused"), "test"))
+    sampler = EnvSampler(WorkerContext(), config=config, seed=5)
+    sampler.attach(SimpleNamespace(networks=networks, main="policy", version=0))
+    batch = sampler.rollout(rollout_source(config))
+    seen, actions = (torch.tensor(batch[name].values) for name in ("observations", "actions"))
+    speaks = batch["observations"].row_index % 2 == 0
+    assert (seen[speaks, 3:11] == 0).all() and (seen[:, 11:].argmax(-1).numpy() == ~speaks).all()
+    assert actions[speaks].max() == 2 and actions[~speaks].max() == 4
+    policy = networks["policy"]
+    own = [policy.networks[0].distribution(seen[speaks][:, :3]), policy.networks[1].distribution(seen[~speaks][:, :11])]
+    for rows, distribution in zip((speaks, ~speaks), own, strict=True):
+        expected = distribution.log_prob(actions[rows]).detach().numpy()
+        np.testing.assert_allclose(batch["log_probs"].values[rows], expected, atol=1e-6)
+        entropy = policy.distribution(seen[rows]).entropy().detach().numpy()
+        np.testing.assert_allclose(entropy, distribution.entropy().detach().numpy(), atol=1e-6)
+
+
+def speaking(run_dir, **keys):
+    return with_keys(run_of("relay", run_dir=run_dir, environment__options={}, **keys), environment__id=SPEAKING)
+
+
+SPEAKING = "pettingzoo:mpe2.simple_speaker_listener_v4"
+OTHERS = {
+    "a2c": {"ppo": None, "train": {"steps": 3}},
+    "trpo": {"ppo": None},
+    "reinforce": {"ppo": None, "critic": None},
+    "impala": {"ppo": None, "train": {"steps": 3}},
+}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", *OTHERS])
+def test_agents_learn_by_every_method_without_replay(algorithm, hybridflow, tmp_path):
+    data = speaking(str(tmp_path), algorithm=algorithm, actor__net__normalise=True, **OTHERS.get(algorithm, {}))
+    assert hybridflow("train", written(tmp_path, data)).code == 0
+    policy = Policy.load(tmp_path / "run")
+    fresh = actor_networks(policy.spaces, validate(data, "test"))["policy"]
+    for trained, before in zip(policy.network.networks, fresh.networks, strict=True):
+        assert trained.features.count > 1
+        moved = [bool((a != b).any()) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+        assert all(moved) and all(parameter.isfinite().all() for parameter in trained.parameters())
+    assert policy.act(np.eye(13, dtype=np.float32)[[11, 12]]).shape == (2,)
+
+
+def test_replaying_methods_learn_from_agents_alike_and_refuse_others(hybridflow, tmp_path):
+    replays = {"algorithm": "dqn", "ppo": None, "critic": None, "train": {"steps": 6}}
+    replays |= {"replay": {"capacity": 500, "batch_size": 8, "warmup": 20, "n_steps": 2}}
+    outcome = hybridflow("train", written(tmp_path, speaking(str(tmp_path), **replays)))
+    assert outcome.code == 2 and "agents whose spaces differ need a method without replay" in outcome.err
+    data = run_of("relay", **replays, environment__steps_per_rollout=4)
+    assert hybridflow("train", written(tmp_path, data)).code == 0
+    assert records(tmp_path)[-1]["policy_version"] > 0
+
+
+def test_what_takes_one_agent_says_so(hybridflow, tmp_path):
+    assert hybridflow("train", written(tmp_path, run_of("relay", critic__input="state", train__steps=1))).code == 0
+    run = tmp_path / "run"
+    assert "return/b" in hybridflow("eval", run).out.replace(" /", "/")
+    for command in (("play", run), ("export", run, tmp_path / "policy.onnx"), ("bench-policy", run)):
+        outcome = hybridflow(*command)
+        assert outcome.code == 2 and outcome.err.count("\n") == 1 and "several agents" in outcome.err, command
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"environment__wrappers": [{"name": "FlattenObservation"}]}, "wrappers are gymnasium's"),
+        ({"environment__id": "CartPole-v1", "environment__agent_id": True}, "agent_id is for several agents"),
+        ({"environment__id": "CartPole-v1", "critic__input": "state"}, 'critic.input = "state": needs several agents'),
+    ],
+)
+def test_keys_that_do_not_fit_are_told(keys, said, hybridflow, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validate(run_of("relay", run_dir=str(tmp_path), **keys), "test")
+
+
+def test_the_graph_knows_the_seats(hybridflow, tmp_path):
+    graph = hybridflow("graph", written(tmp_path, run_of("relay", critic__input="state"))).out
+    assert "compute_values  forward, 12 rows, 384 steps" in graph and "states, final_states" in graph

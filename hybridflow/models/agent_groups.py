@@ -1,0 +1,87 @@
+"""One policy for agents whose spaces differ: a network for each group of agents with equal spaces.
+
+observation [B, W + A]: what the agent sees, filled up with zeros | one-hot number of the agent
+agents 0, 2 ── first 3 numbers ──> network 0 ──> 2 actions ─┐
+agent 1     ── first 11 numbers ─> network 1 ──> 5 actions ─┴─> a Categorical over 5, where what others can't do is
+                                                                impossible
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.models.nets import Categorical, CategoricalPolicy
+
+__all__ = ["GroupedPolicy"]
+
+
+class GroupedPolicy(nn.Module):
+    """``networks``, each for the agents that ``groups`` numbers and for the first so many numbers (``widths``) of what they
+    observe; with ``agent_id`` it is shown the agent's number, too. ``num_actions``: the most that any of them has."""
+
+    inputs: tuple[str, ...] = ("observations", "actions")
+    unit: Literal["row", "step"] = "step"
+
+    def __init__(
+        self,
+        networks: Sequence[CategoricalPolicy],
+        groups: Sequence[Sequence[int]],
+        widths: Sequence[int],
+        num_actions: int,
+        agent_id: bool,
+    ) -> None:
+        super().__init__()
+        self.networks, self.widths, self.num_actions, self.agent_id = nn.ModuleList(networks), widths, num_actions, agent_id
+        self.num_agents = sum(map(len, groups))
+        self._groups = [list(group) for group in groups]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def features(self) -> GroupedPolicy:
+        """What normalises."""
+        return self
+
+    def _parts(self, observations: Tensor) -> Iterator[tuple[CategoricalPolicy, Tensor, Tensor]]:
+        """Of every group its network, the rows [R] of its agents, and what they show to it."""
+        who = observations[:, -self.num_agents :]
+        for network, group, width in zip(self.networks, self._groups, self.widths, strict=True):
+            rows = who[:, group].any(-1).nonzero()[:, 0]
+            shown = observations[rows]
+            parts = (shown[:, :width], shown[:, -self.num_agents :]) if self.agent_id else (shown[:, :width],)
+            yield network, rows, torch.cat(parts, -1)  # type: ignore[misc]
+
+    def distribution(self, observations: Tensor) -> Categorical:
+        """Of the action at each observation [B, W + A]."""
+        log_probabilities = torch.full((len(observations), self.num_actions), -math.inf, device=observations.device)
+        for network, rows, shown in self._parts(observations):
+            own = network.distribution(shown).log_probabilities
+            log_probabilities[rows, : own.shape[1]] = own
+        return Categorical(log_probabilities)
+
+    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``log_probs`` and ``entropy``, [N] over the action steps."""
+        distribution = self.distribution(columns["observations"])
+        return {"log_probs": distribution.log_prob(columns["actions"]), "entropy": distribution.entropy()}
+
+    @torch.no_grad()
+    def observe(self, observations: Tensor, total: Callable[[Tensor], Tensor]) -> None:
+        """See ``Features.observe``."""
+        for network, _, shown in self._parts(observations):
+            network.features.observe(shown, total)
+
+    @contextmanager
+    def twice_differentiable(self) -> Iterator[None]:
+        """As long as it lasts, gradients have gradients."""
+        with ExitStack() as stack:
+            for network in self.networks:
+                stack.enter_context(network.twice_differentiable())  # type: ignore[operator]
+            yield
