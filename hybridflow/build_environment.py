@@ -99,12 +99,13 @@ class EnvironmentParts:
         return blocks(np.ones(self.environment.num_envs, np.int64), self.environment.workers)
 
     def _sampler_args(self) -> dict[str, Any]:
-        config, args = self.config, {"config": self.environment, "seed": self.config.seed}
+        config = self.config
+        with_states = config.critic.input == "state"
+        args = {"config": self.environment, "seed": config.seed, "with_states": with_states}
         if remembered := memory_size(self.spaces[0], config.actor.net):
             return {**args, "memory_size": remembered}
         if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
-        args["with_states"] = config.critic.input == "state"
         noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
         at_random = config.replays and not action_space(self.spaces).discrete
         return {**args, "noise": noise, "random_steps": config.replay.warmup if at_random else 0}

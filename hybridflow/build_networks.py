@@ -123,6 +123,8 @@ def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
 
 
 def _of_groups(agents: Agents, config: RunConfig) -> GroupedPolicy:
+    if config.actor.net.kind != "mlp":
+        raise DataError(f'agents whose spaces differ need actor.net.kind = "mlp", found "{config.actor.net.kind}"')
     networks = []
     for number, group in enumerate(agents.groups):
         observed, done = agents.spaces_of(group)

@@ -27,6 +27,7 @@ class GroupedPolicy(nn.Module):
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
+    memory_size = 0
 
     def __init__(
         self,
@@ -45,11 +46,6 @@ class GroupedPolicy(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    @property
-    def features(self) -> GroupedPolicy:
-        """What normalises."""
-        return self
-
     def _parts(self, observations: Tensor) -> Iterator[tuple[CategoricalPolicy, Tensor, Tensor]]:
         """Of every group its network, the rows [R] of its agents, and what they show to it."""
         who = observations[:, -self.num_agents :]
@@ -67,16 +63,19 @@ class GroupedPolicy(nn.Module):
             log_probabilities[rows, : own.shape[1]] = own
         return Categorical(log_probabilities)
 
+    def step(self, observations: Tensor, memory: Tensor) -> tuple[Categorical, Tensor]:
+        """As that of other networks, without a memory."""
+        return self.distribution(observations), memory
+
     def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``log_probs`` and ``entropy``, [N] over the action steps."""
         distribution = self.distribution(columns["observations"])
         return {"log_probs": distribution.log_prob(columns["actions"]), "entropy": distribution.entropy()}
 
-    @torch.no_grad()
-    def observe(self, observations: Tensor, total: Callable[[Tensor], Tensor]) -> None:
-        """See ``Features.observe``."""
-        for network, _, shown in self._parts(observations):
-            network.features.observe(shown, total)
+    def observe(self, columns: Mapping[str, Tensor], total: Callable[[Tensor], Tensor]) -> None:
+        """As that of other networks."""
+        for network, _, shown in self._parts(columns["observations"]):
+            network.observe({"observations": shown}, total)
 
     @contextmanager
     def twice_differentiable(self) -> Iterator[None]:

@@ -289,6 +289,24 @@ def test_agents_learn_by_every_method_without_replay(algorithm, hybridflow, tmp_
     assert policy.act(np.eye(13, dtype=np.float32)[[11, 12]]).shape == (2,)
 
 
+def test_agents_remember_their_own_episodes(hybridflow, tmp_path):
+    keys = {"actor__net": {"kind": "gru", "hidden": [8]}, "critic__input": "state", "train__steps": 3}
+    assert hybridflow("train", written(tmp_path, run_of("relay", **keys))).code == 0
+    data = validate(run_of("relay", run_dir="unused", **keys), "test")
+    network = actor_networks(spaces_of(data.environment), data)["policy"]
+    sampler = EnvSampler(WorkerContext(), config=relay(steps=7), seed=5, memory_size=8)
+    sampler.attach(SimpleNamespace(networks={"policy": network}, main="policy", version=0))
+    batch = sampler.rollout(rollout_source(relay(steps=7)))
+    assert (batch["memory"] == 0).all()  # every piece begins an episode of its agent
+    again = sampler.rollout(rollout_source(relay(steps=7)))
+    goes_on = [row for row in range(len(again)) if again["observations"].rows([row]).values[0, 1] == 2]
+    assert len(goes_on) == 4 and (again["memory"][goes_on] != 0).any(1).all()  # b and c, cut by the limit
+    assert (np.delete(again["memory"], goes_on, 0) == 0).all()
+    with torch.no_grad():
+        outputs = network.outputs(again)
+    np.testing.assert_allclose(outputs["log_probs"].numpy(), again["log_probs"].values, atol=1e-5)
+
+
 def test_replaying_methods_learn_from_agents_alike_and_refuse_others(hybridflow, tmp_path):
     replays = {"algorithm": "dqn", "ppo": None, "critic": None, "train": {"steps": 6}}
     replays |= {"replay": {"capacity": 500, "batch_size": 8, "warmup": 20, "n_steps": 2}}
@@ -313,6 +331,10 @@ def test_what_takes_one_agent_says_so(hybridflow, tmp_path):
     [
         ({"environment__wrappers": [{"name": "FlattenObservation"}]}, "wrappers are gymnasium's"),
         ({"environment__id": "CartPole-v1", "environment__agent_id": True}, "agent_id is for several agents"),
+        (
+            {"algorithm": "dqn", "ppo": None, "critic": {"input": "state"}, "train": {"steps": 1}},
+            "[critic] is set, but dqn on [environment] doesn't read it",
+        ),
         ({"environment__id": "CartPole-v1", "critic__input": "state"}, 'critic.input = "state": needs several agents'),
     ],
 )
