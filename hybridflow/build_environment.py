@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_model
 
 from hybridflow.build_networks import (
     WEIGHTS,
@@ -29,6 +28,7 @@ from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
 from hybridflow.hooks import Evaluation
+from hybridflow.models.exported import save_policy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.nets import NetConfig
 from hybridflow.telemetry.result import mean_interval
@@ -138,9 +138,11 @@ class EnvironmentParts:
         return Evaluation(*mean_interval(returns), len(returns), others)
 
     def export(self, folder: Path) -> None:
-        """Write the policy's weights; ``[actor] model`` reads such a folder."""
+        """Write the policy's weights with their version, in place of those that are there; ``[actor] model`` reads such a
+        folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.actor.learner.export(partial(save_model, filename=str(folder / WEIGHTS)))
+        version = self.actor.learner.policy_version()
+        self.actor.learner.export(partial(save_policy, version=version, path=folder / WEIGHTS))
 
 
 def _has_scale(space: Any) -> bool:

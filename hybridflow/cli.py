@@ -189,6 +189,16 @@ def _add_serving(command: Callable[..., argparse.ArgumentParser]) -> None:
     serve.add_argument("--timeout-s", type=float, default=10.0, help="a call that takes longer is killed; default: 10")
     serve.add_argument("--workers", type=int, help="processes; default: as many as there are processors, at most 4")
 
+    served = command("serve", _serve, "serve the policy of a run in an environment over HTTP, also while it is trained")
+    served.add_argument("policy", type=Path, metavar="POLICY", help="run directory")
+    served.add_argument("--follow", action="store_true", help="take every policy that the run exports, as it comes")
+    served.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone; no authentication")
+    served.add_argument("--port", type=int, default=8001, help="default: 8001; 0: a free one")
+    late = "an answer is due so long after the request; nothing is answered later; default: 8"
+    served.add_argument("--budget-ms", type=float, default=8.0, help=late)
+    served.add_argument("--max-batch", type=int, default=64, help="observations of a forward and a request; default: 64")
+    served.add_argument("--max-connections", type=int, default=64, help="further ones are told busy; default: 64")
+
 
 def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     for name, text in (
@@ -369,6 +379,13 @@ def _serve_rewards(options: Any) -> None:
     from hybridflow.commands.serve import serve_rewards
 
     serve_rewards(options.functions, options.host, options.port, options.timeout_s, options.workers)
+
+
+def _serve(options: Any) -> None:
+    from hybridflow.commands.serve_policy import serve_policy
+
+    limits = (options.budget_ms, options.max_batch, options.max_connections)
+    serve_policy(options.policy, (options.host, options.port), limits, options.follow)
 
 
 def _bench(options: Any) -> None:

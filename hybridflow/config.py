@@ -223,6 +223,8 @@ class CheckpointConfig(Config):
     """the newest ones that remain"""
     export: bool = True
     """after the last step, write the actor as a Hugging Face folder into <run_dir>/model"""
+    export_every: int = Field(0, ge=0)
+    """for environments: write it there before the first step, too, and every so many steps; hybridflow serve follows"""
 
 
 class RunConfig(Config):
@@ -496,6 +498,8 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _environment_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.checkpoint.export_every and config.environment is None:
+        yield "checkpoint.export_every: only policies in an [environment] are served while they are trained; leave it out"
     environment = config.environment
     for name in ("actor", "critic"):
         if getattr(config, name).net.normalise and config.replays:

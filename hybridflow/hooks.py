@@ -22,7 +22,7 @@ from hybridflow.telemetry.timeline import Timeline, time_split
 from hybridflow.telemetry.tracker import Tracker
 from hybridflow.train import Step
 
-__all__ = ["Checkpointer", "Evaluation", "Evaluator", "Reporter", "describe"]
+__all__ = ["Checkpointer", "Evaluation", "Evaluator", "Exporter", "Reporter", "describe"]
 
 # What workers measure -> the documented name; other metrics keep the name of their role and themselves.
 NAMES = {
@@ -133,6 +133,26 @@ class Evaluator:
         self.timeline.add(step, [Span("evaluation.run", "evaluate", start, time.perf_counter() - start)])
         self.console.evaluation(step, result.metrics())
         return result
+
+
+@dataclass
+class Exporter:
+    """Writes the policy to ``folder`` every ``every`` steps, for whoever acts with it while it is trained."""
+
+    export: Callable[[Path], None]
+    folder: Path
+    every: int
+    timeline: Timeline
+
+    def __call__(self, step: Step) -> None:
+        if step.number % self.every == 0:
+            self.run(step.number)
+
+    def run(self, step: int) -> None:
+        """Write it now."""
+        start = time.perf_counter()
+        self.export(self.folder)
+        self.timeline.add(step, [Span("policy.export", "checkpoint", start, time.perf_counter() - start)])
 
 
 @dataclass

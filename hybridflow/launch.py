@@ -18,7 +18,7 @@ from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
 from hybridflow.core.errors import CheckpointError, RewardError
 from hybridflow.core.resident import MemoryMeter
-from hybridflow.hooks import Checkpointer, Evaluator, Reporter
+from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.result import write_result
@@ -74,6 +74,10 @@ def _train(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | Non
         every, keep = config.checkpoint.every, config.checkpoint.keep
         checkpointer = Checkpointer(run.save, run.runtime.saved, directory.checkpoints, every, keep, timeline)
         trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline, memory), checkpointer]
+        if every := config.checkpoint.export_every:
+            exporter = Exporter(run.parts.export, directory.model, every, timeline)
+            exporter.run(start)
+            trainer.hooks = [*trainer.hooks, exporter]
         console.note(run.parts.describe())
         if evaluator and start == 0:
             tracker.log(0, evaluator.run(0).metrics())
@@ -107,9 +111,10 @@ def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
     ends = {"before": kept[0], "after": kept[-1]} if kept else {}
     write_result(directory.path, {"steps": run.trainer.step, **ends, "evaluations": kept})
     if run.config.checkpoint.export:
-        shutil.rmtree(directory.path / "model", ignore_errors=True)  # of this very run, before it was resumed
-        run.parts.export(directory.path / "model")
-        console.note(f"model: {directory.path / 'model'}")
+        if run.config.environment is None:  # a policy's file is replaced, whoever reads it
+            shutil.rmtree(directory.model, ignore_errors=True)  # of this very run, before it was resumed
+        run.parts.export(directory.model)
+        console.note(f"model: {directory.model}")
 
 
 def _checkpoint(run_dir: Path, resume: str) -> Path:

@@ -26,6 +26,7 @@ LAYERS = {
     "controller": {"core", "parallel"},
     "workers": {"core", "ops", "parallel", "models", "generation", "reshard", "data", "rollout", "controller"},
     "algorithms": {"core", "ops", "rollout"},
+    "serving": {"core"},
     "train": {"core", "rollout", "telemetry"},
     "checkpoint": {"core"},
     "hooks": {"core", "telemetry", "train", "checkpoint"},

@@ -10,7 +10,8 @@
     │   └── ResourceError    memory or disk ran out: what to lower
     ├── ContractError        a program broke the contract of the dataflow (a column missing, undeclared, of the wrong shape)
     ├── NonFiniteError       a loss, gradient or reward is NaN or infinite
-    └── WorkerError          a worker process failed, died or was not heard of; exit code 1
+    ├── WorkerError          a worker process failed, died or was not heard of; exit code 1
+    └── LateError            a policy server had no action in time; the next one may come in time
 
 Everything else is a bug and shows as a traceback.
 """
@@ -23,6 +24,7 @@ __all__ = [
     "ContractError",
     "DataError",
     "HybridFlowError",
+    "LateError",
     "ModelError",
     "NonFiniteError",
     "ResourceError",
@@ -81,3 +83,7 @@ class NonFiniteError(HybridFlowError):
 
 class WorkerError(HybridFlowError):
     """A worker process failed, died or was not heard of; the message says which, at what, on which samples, and how."""
+
+
+class LateError(HybridFlowError):
+    """A policy server had no action in time; whoever controls something decides what to do without one."""

@@ -18,6 +18,7 @@ __all__ = [
     "explain_full_disk",
     "hidden",
     "hidden_name",
+    "replacing",
     "reveal",
     "sync",
     "write_whole",
@@ -49,11 +50,16 @@ def check_file(folder: Path, expected: Written, content: bool = True) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file's content in one go: a reader, or a kill, sees the old or the new content."""
+    with replacing(path) as beside:
+        beside.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A sibling to write, which takes the file's place at the end, on disk."""
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    yield beside
+    sync(beside)
     beside.replace(path)
 
 

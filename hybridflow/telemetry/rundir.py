@@ -6,6 +6,7 @@ samples.jsonl    a few responses of every step
 timeline.json    when each role ran (Chrome trace; opens in Perfetto)
 result.json      the outcome of an evaluation
 checkpoints/     what a run resumes from
+model/           what it has trained
 tensorboard/     event files
 """
 
@@ -91,6 +92,10 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     @property
     def tensorboard(self) -> Path:

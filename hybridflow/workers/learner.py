@@ -479,6 +479,11 @@ class Learner(Shelved):
         return total, trained
 
     @control
+    def policy_version(self) -> int:
+        """How many updates the networks have had."""
+        return self.version
+
+    @control
     def export(self, save: Callable[[Any], None]) -> int:
         """Call ``save`` with the main network on rank 0; of a cut one, with what each rank of the first copy holds, and
         they write it together. Returns its version. Whoever calls this waits until it is done: ``save`` may read what the

@@ -1,0 +1,78 @@
+"""A policy that acts while its weights change."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.core.batch import Array
+from hybridflow.core.errors import ModelError
+
+__all__ = ["ActingNetwork", "Actions", "ServedPolicy"]
+
+
+class ActingNetwork(Protocol):
+    """(observations [B, ...]) -> actions [B, ...] as the environment takes them, by its ``network``."""
+
+    @property
+    def network(self) -> nn.Module: ...
+    def __call__(self, observations: Tensor, /) -> Tensor: ...
+
+
+class Actions(NamedTuple):
+    """Actions [B, ...], and the version of the policy that all of them come from."""
+
+    actions: Array
+    version: int
+
+
+class ServedPolicy:
+    """Acts with a pair of network and version, and ``update`` puts another pair in its place: no answer is computed by two
+    versions, and none waits for an update. Both may be called from any thread.
+
+    An observation has the same action in any batch, to rounding: products of matrices round by the size of the batch.
+    """
+
+    def __init__(self, acting: ActingNetwork, version: int = 0) -> None:
+        self._current = (copy.deepcopy(acting), version)
+        self._updating = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._current[1]
+
+    def act(self, observations: Array) -> Actions:
+        """The actions [B, ...] at observations [B, ...], of the space's type."""
+        acting, version = self._current
+        with torch.inference_mode():
+            return Actions(acting(torch.from_numpy(observations)).numpy(), version)
+
+    def update(self, weights: Mapping[str, Tensor | Array], version: int) -> None:
+        """Act with a copy of these ``weights`` of the network (parameters and buffers by name) from the next forward on.
+
+        ModelError: they are not those of this network, or not finite; the policy stays as it is.
+        """
+        with self._updating:  # the version of the last call is the one that stays
+            acting = copy.deepcopy(self._current[0])
+            _load(acting.network, {name: torch.as_tensor(value) for name, value in weights.items()}, version)
+            self._current = (acting, version)
+
+
+def _load(network: nn.Module, weights: Mapping[str, Tensor], version: int) -> None:
+    own = network.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        expected, found = (_shape(some.get(name)) for some in (own, weights))
+        if expected != found:
+            raise ModelError(f"version {version}: weight {name}: found {found}, expected {expected} of the policy served")
+        if not bool(torch.isfinite(weights[name]).all()):
+            raise ModelError(f"version {version}: weight {name} is not finite; expected a policy that can act")
+    network.load_state_dict(dict(weights))
+
+
+def _shape(tensor: Any) -> str:
+    return "none" if tensor is None else f"shape {tuple(tensor.shape)}"
