@@ -6,6 +6,7 @@
     THREE_D               the rows of its data-parallel block       the last stage, ranks 0 of tp and cp, of every block
     THREE_D_ALL_MICRO_DP  the rows of its generation replica        the last stage, tensor rank 0 of every replica
     VIEW                  a view of all rows, to deal by itself     the first of these
+    SHARES                a view of all rows, to deal by itself     every rank
     THREE_D_PP_ONLY       what every rank gets                      the first rank of every pipeline stage
     ALL_TO_ALL            what the caller names for it              every rank
 
@@ -27,6 +28,7 @@ __all__ = [
     "ALL_TO_ALL",
     "DP",
     "ONE_TO_ALL",
+    "SHARES",
     "THREE_D",
     "THREE_D_ALL_MICRO_DP",
     "THREE_D_PP_ONLY",
@@ -100,5 +102,6 @@ DP = TransferProtocol("DP", _by_rank, _ranks)
 THREE_D = TransferProtocol("THREE_D", _by_block, lambda mesh: mesh.leaders)
 THREE_D_ALL_MICRO_DP = TransferProtocol("THREE_D_ALL_MICRO_DP", _by_replica, _replica_leaders)
 VIEW = TransferProtocol("VIEW", _all, lambda mesh: mesh.leaders[:1], view=True)
+SHARES = TransferProtocol("SHARES", _all, _ranks, view=True)
 THREE_D_PP_ONLY = _moving_no_rows("THREE_D_PP_ONLY", _stages)
 ALL_TO_ALL = _moving_no_rows("ALL_TO_ALL", _ranks)

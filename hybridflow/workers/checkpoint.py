@@ -12,6 +12,7 @@ the ranges that it needs. No rank holds or sends the pieces of another one, exce
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,13 +33,20 @@ from hybridflow.workers.fsdp import FsdpNetwork
 from hybridflow.workers.optimizer import Optimizer
 from hybridflow.workers.parts import Lines
 
-__all__ = ["PieceReader", "PieceWriter", "kept", "restore"]
+__all__ = ["FULL", "PieceReader", "PieceWriter", "check_seen", "kept", "restore"]
 
 CUTS = "cuts"
 FULL = "earlier checkpoints are untouched. Free some space or set checkpoint.keep lower, then go on with --resume"
 Networks = Mapping[str, nn.Module]
 Kept = tuple[str, Piece, Tensor]
 """the name in a checkpoint, where it belongs, and what is here"""
+
+
+def check_seen(file: Path, rank: int) -> None:
+    """CheckpointError if a file of the driver isn't there for this rank."""
+    if not file.is_file():
+        where = f"rank {rank}, on {socket.gethostname()}"
+        raise CheckpointError(f"{file.parent}: {where}, doesn't see it; use a run_dir that all machines share")
 
 
 def kept(

@@ -18,7 +18,6 @@ the sums behind ``effective_samples``, and at the end in those of the columns th
 from __future__ import annotations
 
 import math
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import CheckpointError, ContractError, NonFiniteError, UserError
+from hybridflow.core.errors import ContractError, NonFiniteError, UserError
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
 from hybridflow.core.seeding import generator, torch_generator
@@ -45,7 +44,7 @@ from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.reshard.execute import HybridWeights, Transition
 from hybridflow.reshard.memory import Arena
-from hybridflow.workers.checkpoint import PieceReader, PieceWriter, kept, restore
+from hybridflow.workers.checkpoint import PieceReader, PieceWriter, check_seen, kept, restore
 from hybridflow.workers.forward import forward, score_rows
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
 from hybridflow.workers.microbatch import plan_microbatches
@@ -563,9 +562,7 @@ class Learner(Shelved):
     @control
     def sees(self, file: Path) -> None:
         """CheckpointError if a file of the driver isn't there for this rank."""
-        if not file.is_file():
-            where = f"rank {self.context.rank}, on {socket.gethostname()}"
-            raise CheckpointError(f"{file.parent}: {where}, doesn't see it; use a run_dir that all machines share")
+        check_seen(file, self.context.rank)
 
     @control
     def load(self, folder: Path, state: Mapping[str, Any], files: Sequence[Written]) -> None:
