@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_pairs import PairParts
+from hybridflow.build_replay import replay_buffer
 from hybridflow.build_text import TextParts
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import RunConfig
@@ -31,7 +32,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.errors import UserError
 from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
-from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups, Replay
+from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups
 from hybridflow.rollout.schedule import Asynchronous, DynamicSampling, Lagging, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
@@ -134,11 +135,9 @@ def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
 
 
 def _buffer_and_schedule(config: RunConfig, parts: Parts, runtime: Runtime) -> tuple[Buffer, Schedule]:
-    train, replay, updates = config.train, None, config.train.updates_per_step
-    if config.replays:
-        method, draws = cast(Any, config.method), config.draws_per_update
-        replay = Replay(config.replay, config.seed, method.gamma, train.steps * updates, draws)
-        updates //= draws
+    train, replay, updates = config.train, None, config.updates_per_step // config.draws_per_update
+    if isinstance(parts, EnvironmentParts) and config.replays:
+        replay = replay_buffer(config, parts.spaces, runtime)
     if isinstance(parts, EnvironmentParts) and isinstance(parts.actor, SplitActor):
         schedule = Asynchronous(runtime.wait_any, parts.actor.turn_to, parts.shares, updates)
         return Fifo(max_staleness=sys.maxsize) if replay is None else replay, schedule

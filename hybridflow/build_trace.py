@@ -28,7 +28,7 @@ from hybridflow.data.envs import entry_types, spaces_of
 from hybridflow.models.memory import memory_size
 from hybridflow.parallel.mesh import Line
 from hybridflow.reshard.plan import make_plan
-from hybridflow.rollout.buffer import REPLAYED, SAMPLED
+from hybridflow.rollout.replay import REPLAYED, SAMPLED
 from hybridflow.workers.fsdp import fsdp_bytes
 from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.generation.weights import Precision
 from hybridflow.models.nets import NetConfig
-from hybridflow.rollout.buffer import ReplayConfig
+from hybridflow.rollout.replay import ReplayConfig
 from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
 from hybridflow.workers.env_sampler import ExplorationConfig
 from hybridflow.workers.learner import UpdatePlan
@@ -346,6 +347,7 @@ class RunConfig(Config):
         there -= set() if self._has_critic else {"critic"}
         there |= ({"reference"} & read) | ({"sampler"} if method.records != "pairs" else set())
         roles = dict.fromkeys(sorted(there), True)
+        roles |= {"replay": True} if self.replays else {}
         if "reward" in read:
             scores = bool(self.reward.functions or self.reward.model or (self.data is not None and self.data.task))
             roles |= {"reward": "scorers" in parts and (scores or "teacher" not in parts), "examiner": False}
@@ -407,6 +409,23 @@ class RunConfig(Config):
         return algorithm.needs_reference(self.method) or (issubclass(algorithm, PolicyGradient) and self.kl.coef > 0)
 
     @property
+    def updates_per_step(self) -> int:
+        """Learning calls after a rollout, at most."""
+        ratio, environment = self.replay.samples_per_insert, self.environment
+        if ratio is None or environment is None or not self.replays:
+            return self.train.updates_per_step
+        return math.ceil(ratio * environment.num_envs * environment.steps_per_rollout / self.replay.batch_size)
+
+    @property
+    def num_updates(self) -> int:
+        """Learning calls of the whole run."""
+        ratio, environment, replay = self.replay.samples_per_insert, self.environment, self.replay
+        if ratio is None or environment is None or not self.replays:
+            return self.train.steps * self.train.updates_per_step
+        inserted = self.train.steps * environment.num_envs * environment.steps_per_rollout - replay.warmup
+        return int(max(0, inserted) * ratio / replay.batch_size)
+
+    @property
     def method(self) -> Config:
         """The section of the algorithm."""
         section: Config = getattr(self, self.algorithm)
@@ -425,7 +444,7 @@ class RunConfig(Config):
     def draws_per_update(self) -> int:
         """Draws of the replay buffer that are learned from in one call, a minibatch each: those of a step, as far as they
         are ``MAX_DRAWN`` transitions; one where what is learned changes what is drawn."""
-        number, size = self.train.updates_per_step, self.replay.batch_size
+        number, size = self.updates_per_step, self.replay.batch_size
         most = 1 if self.replay.priority else max(1, MAX_DRAWN // size)
         return next(draws for draws in range(min(most, number), 0, -1) if number % draws == 0)
 
@@ -438,7 +457,7 @@ class RunConfig(Config):
         return {
             "optimizer": model.optimizer,
             "plan": plan,
-            "total_steps": train.steps * train.updates_per_step * train.minibatches * train.epochs,
+            "total_steps": max(1, self.num_updates) * train.minibatches * train.epochs,
             "seed": self.seed,
             "shard": model.mesh.shard,
         }
@@ -491,6 +510,7 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
     yield from _environment_conflicts(config)
+    yield from _replay_conflicts(config) if config.replays else ()
     if config.train.updates_per_step > 1 and not config.replays:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
     if config.replays and (config.train.epochs > 1 or config.train.minibatches > 1):
@@ -583,6 +603,16 @@ def _memory_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: both see the same past observations; make them equal"
 
 
+def _replay_conflicts(config: RunConfig) -> Iterator[str]:
+    replay, found = config.replay, f"replay.samples_per_insert = {config.replay.samples_per_insert}"
+    if replay.samples_per_insert is not None and config.train.updates_per_step > 1:
+        yield f"{found}: it says how many updates follow a rollout, and so does train.updates_per_step; leave one out"
+    elif config.environment is not None and config.num_updates == 0:
+        yield f"{found}: the whole run draws less than one replay.batch_size = {replay.batch_size}; raise it or train.steps"
+    if config.runtime.kind == "local" and replay.shards > 1:
+        yield f'replay.shards = {replay.shards}: needs worker processes; set runtime.kind = "ray" and placement.pools'
+
+
 def _exploration_conflicts(config: RunConfig) -> Iterator[str]:
     """Discrete actions are explored by chance, continuous ones by noise."""
     noisy, default = config.algorithm in ("td3", "ddpg"), ExplorationConfig()
@@ -622,7 +652,7 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
     if config.runtime.kind == "ray":
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
         yield from problems or dict.fromkeys((*_cut_conflicts(config), *_shard_ranks_conflicts(config)))
-        yield from [] if problems else _generation_conflicts(config)
+        yield from [] if problems else (*_generation_conflicts(config), *_pool_of_replay_conflicts(config))
     else:
         yield from dict.fromkeys(_shard_ranks_conflicts(config))
     if config.runtime.kind == "local" and "placement" in config.model_fields_set:
@@ -690,6 +720,12 @@ def _generation_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{name}: generation.engine = {config.generation.engine!r} runs in one process; remove it"
     elif pool.size % size:
         yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
+
+
+def _pool_of_replay_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.replays and config.replay.shards > (pool := config.placed.pool_of("replay")).size:
+        found = f"replay.shards = {config.replay.shards}, but pool {pool.name!r} of role replay has {pool.size} workers"
+        yield f"{found}; make the pool larger, or name another one in placement.roles.replay"
 
 
 def _text_conflicts(config: RunConfig) -> Iterator[str]:

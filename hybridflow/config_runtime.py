@@ -18,6 +18,7 @@ __all__ = ["FOLLOWS", "PlacementConfig", "RuntimeConfig"]
 FOLLOWS = {
     "sampler": "actor",
     "estimator": "actor",
+    "replay": "actor",
     "cost_critic": "critic",
     "baseline": "reward",
     "examiner": "reward",

@@ -45,7 +45,12 @@ NAMES = {
     "actor/ratio": "ratio/mean",
     "actor/clipped": "clip_fraction",
 }
-SPEEDS = {"sampler/tokens": "tokens_per_s", "sampler/steps": "env_steps_per_s"}
+SPEEDS = {
+    "sampler/tokens": "tokens_per_s",
+    "sampler/steps": "env_steps_per_s",
+    "replay/inserted": "replay/inserted_per_s",
+    "replay/drawn": "replay/drawn_per_s",
+}
 SAMPLES_PER_STEP = 4
 
 

@@ -55,7 +55,8 @@ class Trainer:
             batch = self.schedule.step(self.step + 1, self.algorithm, self.source, self.buffer)
             metrics, spans = self.runtime.drain()
             self.step += 1
-            means = {**metrics.values(), **self.schedule.metrics(), **self.algorithm.metrics()}
+            means = {**metrics.values(), **self.buffer.metrics(), **self.schedule.metrics()}
+            means |= self.algorithm.metrics()
             means |= {"time/step_s": time.perf_counter() - start, "policy_version": self.schedule.version}
             self.algorithm.observe(means)
             for hook in self.hooks:

@@ -21,7 +21,7 @@ from hybridflow.config import resolved, validate
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.launch import train
 
-TIMED = ("time/", "tokens_per_s", "env_steps_per_s", "memory/")
+TIMED = ("time/", "tokens_per_s", "env_steps_per_s", "replay/inserted_per_s", "replay/drawn_per_s", "memory/")
 
 
 def run(data: dict[str, Any], run_dir: Path, resume: str | None = None, **keys: Any) -> Path:
@@ -38,7 +38,8 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def state(run_dir: Path) -> dict[str, Any]:
     """Of the newest checkpoint; "tensors" are those of roles."""
     saved = checkpoint.load(checkpoint.latest(run_dir / "checkpoints"))
-    return {**saved.state, "tensors": {role: saved_tensors(saved.path / role) for role in saved.files}}
+    tensors = {role: saved_tensors(saved.path / role) for role in saved.files if role != "replay"}
+    return {**saved.state, "tensors": tensors, "rows": saved.files.get("replay")}
 
 
 def assert_equal(a: Any, b: Any, where: str = "state") -> None:

@@ -211,8 +211,8 @@ class Replay:
             self._index["following"][last % self.capacity] = first
 
     def sample(self, version: int, /) -> Batch | None:
-        """``batch_size`` transitions or sequences drawn with replacement; None before ``warmup`` transitions were added, and
-        as long as ``samples_per_insert`` doesn't allow a draw."""
+        """``batch_size`` transitions or sequences drawn with replacement; None before ``warmup`` transitions were added,
+        and as long as ``samples_per_insert`` doesn't allow a draw."""
         self._begin()
         if self.num_steps < self.config.warmup or not self._may_draw:
             return None

@@ -1,7 +1,7 @@
 """What a replay buffer keeps of a batch, and where: arithmetic that its index and its rows agree on without a word.
 
-    batch, whose rows are pieces of episodes ──cut──> units, numbered in the order of adding
-        number ──modulo the capacity──> place in a ring ──blocks of places in turns──> (rank, place on that rank)
+batch, whose rows are pieces of episodes ──cut──> units, numbered in the order of adding
+    number ──modulo the capacity──> place in a ring ──blocks of places in turns──> (rank, place on that rank)
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Ring:
 
 @dataclass(frozen=True)
 class Cut:
-    """U units of a batch: ``rows`` [U] that they are of, and ``lengths`` [U], how many action steps they are. ``starts`` [U]:
-    the first of them in ``positions`` [N], where all action steps of the batch stand on its packed time axis."""
+    """U units of a batch: ``rows`` [U] that they are of, and ``lengths`` [U], how many action steps they are. ``starts``
+    [U]: the first of them in ``positions`` [N], where all action steps of the batch stand on its packed time axis."""
 
     rows: Ints
     starts: Ints
@@ -69,13 +69,14 @@ class Cut:
     @property
     def last(self) -> Ints:
         """[U] the position of the last step of every unit."""
-        return self.positions[self.starts + self.lengths - 1]
+        last: Ints = self.positions[self.starts + self.lengths - 1]
+        return last
 
 
 def cut(mask: Ragged, length: int) -> Cut:
     """The units of a batch with this ``response_mask``: the action steps of every row, ``length`` at a time."""
     positions = np.flatnonzero(mask.values)
-    counts = np.bincount(mask.row_index[positions], minlength=len(mask)) if len(positions) else np.zeros(len(mask), np.int64)
+    counts = np.bincount(mask.row_index[positions], minlength=len(mask))
     number = -(-counts // length)
     rows = np.repeat(np.arange(len(mask)), number)
     before = (np.arange(len(rows)) - np.repeat(np.cumsum(number) - number, number)) * length

@@ -46,6 +46,16 @@ METRICS: dict[str, Metric] = {
     "time/transfer_s": Metric("transfer", "s", "time that workers took to pull their calls' inputs; pools add up"),
     "time/step_s": Metric("step time", "s", "wall time of the step, without evaluation and checkpoints"),
     "policy_version": Metric("policy version", "updates", "updates that the sampling policy had seen"),
+    "replay/inserted_per_s": Metric("inserted", "rows/s", "transitions added to the replay / wall time of the step"),
+    "replay/drawn_per_s": Metric("drawn", "rows/s", "transitions drawn from the replay / wall time of the step"),
+    "replay/size": Metric("replay", "rows", "transitions that the replay holds"),
+    "replay/occupancy": Metric("replay, occupancy", "fraction", "replay/size as a share of its capacity"),
+    "replay/bytes": Metric("replay, bytes", "bytes", "observations and actions that the replay holds, of all processes"),
+    "replay/age_steps": Metric("age in steps", "rows", "mean number of transitions added since those drawn were, and they"),
+    "replay/age_updates": Metric("age in updates", "updates", "mean number of updates since those drawn were collected"),
+    "replay/samples_per_insert": Metric(
+        "samples per insert", "", "transitions drawn so far for each that was added after the warmup"
+    ),
     "loss/policy": Metric("policy loss", "", "loss of the policy, mean over its minibatches"),
     "loss/value": Metric("value loss", "", "loss of the value model, mean over its minibatches"),
     "grad_norm": Metric("gradient norm", "", "global L2 norm of the policy's gradient before clipping"),

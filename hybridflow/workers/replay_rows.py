@@ -1,6 +1,6 @@
 """The rows of a replay buffer, or a rank's share of them: rings of arrays, in memory or in files that are mapped.
 
-A rank keeps the places of the ring that ``rollout.replay_layout`` deals it. What it is given to insert it pulls from whoever
+A rank keeps the places of the ring that ``rollout.replay_layout`` deals it. What it is given to insert it pulls from who
 made it, and what is drawn is pulled from here: neither passes through the driver.
 """
 
@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,13 @@ class ReplayWorker:
         self, context: WorkerContext, *, capacity: int, types: Types, sequence: int = 1, spill: str | None = None
     ) -> None:
         self.context, self.ring, self.sequence = context, Ring(capacity, context.mesh.size), sequence
-        size = self.ring.size(context.rank)
+        size, self._unit_bytes = self.ring.size(context.rank), unit_bytes(types, sequence)
         shapes = {name: (size * (sequence if name in TIME else 1), *types[name].shape) for name in types}
         if spill is None:
             self.rows: dict[str, Array] = {name: np.zeros(shape, types[name].base) for name, shape in shapes.items()}
         else:
             folder = Path(spill)
-            _check_room(folder, size * unit_bytes(types, sequence))
+            _check_room(folder, size * self._unit_bytes)
             self.rows = {name: _mapped(folder, shape, types[name].base) for name, shape in shapes.items()}
         self.num_added = 0
         self._written: list[Written] = []
@@ -143,14 +144,16 @@ class ReplayWorker:
 
     @control
     def load(self, folder: Path, state: Mapping[str, Any], files: Sequence[Written]) -> None:
-        """Go on from ``save`` of however many ranks; every rank takes what is now its own from all ``files``. CheckpointError:
-        one is damaged, or rows are missing."""
+        """Go on from ``save`` of however many ranks; every rank takes what is now its own from all ``files``.
+
+        CheckpointError: one is damaged, or rows are missing.
+        """
         self.num_added, found = state["num_added"], 0
         for number, file in enumerate(files):
             check_file(folder.parent, file, content=number % self.context.mesh.size == self.context.rank)
             with safe_open(folder.parent / file.name, framework="np") as saved:
                 numbers = saved.get_tensor("numbers").view(np.int64)[:, 0]
-                for part in _parts(len(numbers), unit_bytes({n: _entry(a) for n, a in self.rows.items()}, self.sequence)):
+                for part in _parts(len(numbers), self._unit_bytes):
                     mine, local = self._mine(numbers[part] % self.ring.capacity)
                     found += len(mine)
                     for name in self.rows if len(mine) else ():
@@ -191,7 +194,7 @@ def _copy(target: Array, places: Ints, source: Array, positions: Ints) -> None:
         target[places] = source[positions]
         return
     bounds = [0, *breaks.tolist(), len(places)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         to, of = int(places[start]), int(positions[start])
         target[to : to + stop - start] = source[of : of + stop - start]
 
@@ -224,11 +227,10 @@ def _mapped(folder: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array
 
 def _raw(array: Array) -> NDArray[np.uint8]:
     """[n, bytes] the same memory."""
-    return array.reshape(len(array), -1).view(np.uint8) if array.size else np.zeros((len(array), 0), np.uint8)
-
-
-def _entry(array: Array) -> np.dtype[Any]:
-    return np.dtype((array.dtype, array.shape[1:]))
+    width = prod(array.shape[1:])
+    if not len(array):
+        return np.zeros((0, width * array.itemsize), np.uint8)
+    return array.reshape(-1, width).view(np.uint8)
 
 
 def _parts(count: int, row_bytes: int) -> Iterator[slice]:

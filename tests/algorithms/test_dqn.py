@@ -12,14 +12,15 @@ from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Role
 from hybridflow.core.seeding import torch_generator
-from hybridflow.data.envs import EnvironmentConfig, rollout_source, spaces_of
+from hybridflow.data.envs import EnvironmentConfig, entry_types, rollout_source, spaces_of
 from hybridflow.models.nets import NetConfig, make_q
 from hybridflow.ops.td import dqn_loss
-from hybridflow.rollout.buffer import Replay, ReplayConfig
+from hybridflow.rollout.replay import Replay, ReplayConfig
 from hybridflow.workers.env_sampler import EnvSampler, ExplorationConfig
 from hybridflow.workers.learner import Learner, UpdatePlan
 from hybridflow.workers.networks import Networks
 from hybridflow.workers.optimizer import OptimizerConfig
+from hybridflow.workers.replay_rows import ReplayWorker
 
 GAMMA = 0.9
 
@@ -81,7 +82,8 @@ def test_dqn_solves_a_chain_and_finds_its_values():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
     algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
-    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), seed=1, gamma=GAMMA)
+    rows = runtime.role(Role("replay", ReplayWorker, {"capacity": 2000, "types": entry_types(spaces_of(CHAIN))}))
+    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), 1, GAMMA, rows)
     assert actor.sampler.evaluate(1)[0].episode_return == 0
     for _ in range(250):
         buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)

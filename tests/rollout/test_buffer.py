@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replays import make_replay, move
 
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.rollout.buffer import Fifo, Replay, ReplayConfig
+from hybridflow.rollout.buffer import Fifo
+from hybridflow.rollout.replay import ReplayConfig
 
 GAMMA = 0.9
 
@@ -59,7 +61,7 @@ def rows_of(batch):
     st.booleans(),
 )
 def test_replay_holds_the_last_transitions_of_a_slow_twin(groups, capacity, drop_first_piece):
-    replay = Replay(ReplayConfig(capacity=capacity, batch_size=300, warmup=1), 3, GAMMA)
+    replay = make_replay(ReplayConfig(capacity=capacity, batch_size=300, warmup=1), 3, GAMMA)
     expected, start = [], 0
     for lengths in groups:
         batch = pieces(lengths, start, masked=(0,) if drop_first_piece else ())
@@ -77,7 +79,7 @@ def test_replay_holds_the_last_transitions_of_a_slow_twin(groups, capacity, drop
 
 
 def test_replay_waits_for_the_warmup_and_gives_single_steps():
-    replay = Replay(ReplayConfig(capacity=100, batch_size=4, warmup=5), 1, GAMMA)
+    replay = make_replay(ReplayConfig(capacity=100, batch_size=4, warmup=5), 1, GAMMA)
     replay.add(pieces([4]), 0)
     assert replay.sample(0) is None
     replay.add(pieces([1]), 0)
@@ -91,7 +93,7 @@ def test_replay_waits_for_the_warmup_and_gives_single_steps():
 
 
 def test_replay_draws_uniformly_and_differently_every_time():
-    replay = Replay(ReplayConfig(capacity=10, batch_size=5000, warmup=1), 1, GAMMA)
+    replay = make_replay(ReplayConfig(capacity=10, batch_size=5000, warmup=1), 1, GAMMA)
     replay.add(pieces([10]), 0)
     first, second = replay.sample(0)["sample_id"], replay.sample(0)["sample_id"]
     assert not np.array_equal(first, second)
@@ -100,7 +102,7 @@ def test_replay_draws_uniformly_and_differently_every_time():
 
 
 def test_a_full_ring_does_not_change_what_was_sampled():
-    replay = Replay(ReplayConfig(capacity=4, batch_size=8, warmup=1), 1, GAMMA)
+    replay = make_replay(ReplayConfig(capacity=4, batch_size=8, warmup=1), 1, GAMMA)
     replay.add(pieces([4]), 0)
     sampled = replay.sample(0)
     before = rows_of(sampled)
@@ -109,14 +111,12 @@ def test_a_full_ring_does_not_change_what_was_sampled():
 
 
 @pytest.mark.parametrize("before_save", [3, 12])
-def test_replay_resumes_exactly(before_save):
+def test_replay_resumes_exactly(before_save, tmp_path):
     config = ReplayConfig(capacity=8, batch_size=6, warmup=1)
-    replay = Replay(config, 2, GAMMA)
+    replay = make_replay(config, 2, GAMMA)
     replay.add(pieces([before_save]), 0)
     replay.sample(0)
-    saved = pickle.dumps(replay.state_dict())
-    resumed = Replay(config, 2, GAMMA)
-    resumed.load_state_dict(pickle.loads(saved))
+    resumed = move(replay, make_replay(config, 2, GAMMA), tmp_path / "saved")
     for buffer in (replay, resumed):
         buffer.add(pieces([2, 3], start=70), 0)
     for _ in range(3):
@@ -126,11 +126,11 @@ def test_replay_resumes_exactly(before_save):
 
 
 def test_a_saved_state_does_not_follow_the_buffer():
-    replay = Replay(ReplayConfig(capacity=4, batch_size=2, warmup=1), 1, GAMMA)
+    replay = make_replay(ReplayConfig(capacity=4, batch_size=2, warmup=1), 1, GAMMA)
     replay.add(pieces([4]), 0)
     state = replay.state_dict()
     replay.add(pieces([4], start=50), 0)
-    assert state["ring"]["rewards"].tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert state["index"]["rewards"].tolist() == [0.0, 0.5, 1.0, 1.5]
 
 
 def test_fifo_gives_each_batch_once_in_order_and_drops_stale_ones():

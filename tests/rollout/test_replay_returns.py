@@ -1,16 +1,18 @@
 """Replay: n-step returns over pieces of episodes, and priorities, against the definitions."""
 
-import pickle
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replays import make_replay, move, values
 
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.rollout.buffer import Replay, ReplayConfig
+from hybridflow.rollout.replay import ReplayConfig
 
 GAMMA = 0.9
+make = partial(make_replay, observation=np.dtype((np.float32, (1,))))
 SLOT = 10**9
 
 
@@ -89,7 +91,7 @@ def check(replay, episodes, n):
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.sampled_from([7, 30, 500]))
 def test_n_step_returns_are_those_of_walking_on(seed, n, slots, capacity):
     episodes = Episodes(seed, slots)
-    replay = Replay(ReplayConfig(capacity=capacity, batch_size=50, warmup=1, n_steps=n), 1, GAMMA)
+    replay = make(ReplayConfig(capacity=capacity, batch_size=50, warmup=1, n_steps=n), 1, GAMMA)
     for _ in range(6):
         replay.add(episodes.rollout(4), 0)
         check(replay, episodes, n)
@@ -104,7 +106,7 @@ def with_errors(batch, errors):
 
 
 def test_priorities_and_weights_by_hand():
-    replay = Replay(prioritised(batch_size=2000), 1, GAMMA, num_draws=2)
+    replay = make(prioritised(batch_size=2000), 1, GAMMA, num_draws=2)
     replay.add(Episodes(0, 1).rollout(4), 0)
     first = replay.sample(0)
     assert set(first["weights"]) == {1.0}, "all new ones alike"
@@ -121,7 +123,7 @@ def test_priorities_and_weights_by_hand():
 
 
 def test_new_transitions_come_with_the_largest_priority_and_old_ones_are_forgotten():
-    episodes, replay = Episodes(0, 1), Replay(prioritised(batch_size=1000), 1, GAMMA, num_draws=10)
+    episodes, replay = Episodes(0, 1), make(prioritised(batch_size=1000), 1, GAMMA, num_draws=10)
     replay.add(episodes.rollout(8), 0)
     batch = replay.sample(0)
     replay.learned(with_errors(batch, np.where(batch["sample_id"] == 7, 4.0, 1.0)))
@@ -132,9 +134,9 @@ def test_new_transitions_come_with_the_largest_priority_and_old_ones_are_forgott
 
 
 @pytest.mark.parametrize("before", [1, 3])
-def test_resuming_is_exact_with_returns_and_priorities(before):
+def test_resuming_is_exact_with_returns_and_priorities(before, tmp_path):
     config = prioritised(n_steps=3)
-    episodes, replay = Episodes(3, 2), Replay(config, 2, GAMMA, num_draws=20)
+    episodes, replay = Episodes(3, 2), make(config, 2, GAMMA, num_draws=20)
 
     def go_on(one, batch):
         one.add(batch, 0)
@@ -144,11 +146,9 @@ def test_resuming_is_exact_with_returns_and_priorities(before):
 
     for _ in range(before):
         go_on(replay, episodes.rollout(3))
-    resumed = Replay(config, 2, GAMMA, num_draws=20)
-    resumed.load_state_dict(pickle.loads(pickle.dumps(replay.state_dict())))
+    resumed = move(replay, make(config, 2, GAMMA, num_draws=20), tmp_path / "saved")
     for _ in range(4):
         batch = episodes.rollout(3)
         ours, theirs = go_on(replay, batch), go_on(resumed, batch)
-        for name in ours.columns:
-            a, b = (x[name].values if isinstance(x[name], Ragged) else x[name] for x in (ours, theirs))
+        for (name, a), b in zip(values(ours).items(), values(theirs).values(), strict=True):
             assert np.array_equal(a, b), name
