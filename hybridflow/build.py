@@ -22,7 +22,7 @@ from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_pairs import PairParts
-from hybridflow.build_replay import replay_buffer
+from hybridflow.build_replay import replay_buffer, replay_schedule
 from hybridflow.build_text import TextParts
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import RunConfig
@@ -142,7 +142,7 @@ def _buffer_and_schedule(config: RunConfig, parts: Parts, runtime: Runtime) -> t
         schedule = Asynchronous(runtime.wait_any, parts.actor.turn_to, parts.shares, updates)
         return Fifo(max_staleness=sys.maxsize) if replay is None else replay, schedule
     if replay is not None:
-        return replay, Synchronous(updates)
+        return replay, replay_schedule(config, updates)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)

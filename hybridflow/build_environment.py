@@ -107,7 +107,7 @@ class EnvironmentParts:
         if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
         noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
-        at_random = config.replays and not action_space(self.spaces).discrete
+        at_random = config.replays and config.replay.dataset is None and not action_space(self.spaces).discrete
         return {**args, "noise": noise, "random_steps": config.replay.warmup if at_random else 0}
 
     def critic(self) -> Any:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridflow.config import RunConfig
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import DataError
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import entry_types
+from hybridflow.data.recorded import open_recorded
 from hybridflow.rollout.replay import Replay
+from hybridflow.rollout.replay_schedules import Offline, Overlapping
+from hybridflow.rollout.schedule import Schedule, Synchronous
 from hybridflow.workers.replay_rows import ReplayWorker, unit_bytes
 
-__all__ = ["replay_buffer", "replay_role"]
+__all__ = ["replay_buffer", "replay_role", "replay_schedule"]
 
 
 def replay_role(config: RunConfig, spaces: tuple[Any, Any]) -> Role[ReplayWorker]:
@@ -23,7 +29,34 @@ def replay_role(config: RunConfig, spaces: tuple[Any, Any]) -> Role[ReplayWorker
 def replay_buffer(config: RunConfig, spaces: tuple[Any, Any], runtime: Runtime) -> Replay:
     """The buffer, empty. ResourceError: there is no room for it."""
     method: Any = config.method
-    role = replay_role(config, spaces)
-    rows, row_bytes = runtime.role(role), unit_bytes(role.args["types"], 1)
-    num_draws = max(1, config.num_updates)
-    return Replay(config.replay, config.seed, method.gamma, rows, num_draws=num_draws, row_bytes=row_bytes)
+    role, begin = replay_role(config, spaces), _recorded(config, spaces)
+    rows = runtime.role(role)
+    counts = {"num_draws": max(1, config.num_updates), "draws": config.draws_per_update}
+    row_bytes = unit_bytes(role.args["types"], 1)
+    return Replay(config.replay, config.seed, method.gamma, rows, **counts, row_bytes=row_bytes, begin=begin)
+
+
+def _recorded(config: RunConfig, spaces: tuple[Any, Any]) -> Callable[[], Iterable[Batch]]:
+    """What the buffer begins with. DataError: the dataset isn't there, doesn't fit, or is too large."""
+    replay, environment = config.replay, config.environment
+    if replay.dataset is None or environment is None:
+        return tuple
+    recorded = open_recorded(replay.dataset, environment.id, spaces)
+    if recorded.num_steps > replay.capacity:
+        found = (
+            f"replay.dataset = {replay.dataset!r} has {recorded.num_steps} steps, but replay.capacity = {replay.capacity}"
+        )
+        raise DataError(f"{found}; raise it")
+    if recorded.num_steps < replay.warmup and environment.steps_per_rollout == 0:
+        found = f"replay.dataset = {replay.dataset!r} has {recorded.num_steps} steps, but replay.warmup = {replay.warmup}"
+        raise DataError(f"{found}, and environment.steps_per_rollout = 0 adds none; lower it")
+    return recorded.batches
+
+
+def replay_schedule(config: RunConfig) -> Schedule:
+    """Who collects and learns when."""
+    assert config.environment is not None, "validated"
+    calls = config.updates_per_step // config.draws_per_update
+    if config.environment.steps_per_rollout == 0:
+        return Offline(calls)
+    return Overlapping(calls) if config.replay.overlap else Synchronous(calls)

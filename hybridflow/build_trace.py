@@ -60,7 +60,7 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
     batch = algorithm.rollout(runtime.source(*given, first))
     if config.replays:
         draws = config.draws_per_update
-        runtime.times = config.train.updates_per_step // draws
+        runtime.times = config.updates_per_step // draws
         batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, draws * config.replay.batch_size)
     algorithm.learn(batch)
     place(runtime, config)

@@ -153,6 +153,11 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     rank.add_argument("source", type=Path, help="TOML file with prompts and a reward, or run directory")
     rank.add_argument("--out", type=Path, required=True, help="file of pairs to write, .jsonl; data.pairs reads it")
     rank.add_argument("--count", type=int, help="prompts to sample; default: every prompt once")
+    record = command("record", _record, "write episodes of a run's policy as a Minari dataset, for replay.dataset")
+    record.add_argument("source", type=Path, help="run directory")
+    record.add_argument("--out", type=Path, required=True, help="new folder, with a name that ends with -v0 or so")
+    record.add_argument("--steps", type=int, default=10_000, help="whole episodes are played until there are so many")
+    record.add_argument("--random", type=float, default=0.0, metavar="P", help="chance of a random action, default 0")
     command("demo", _demo, f"teach a real language model to add, in minutes; {OVERRIDE}", overrides=True)
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
@@ -345,6 +350,12 @@ def _rank(options: Any) -> None:
     from hybridflow.commands.rank import rank
 
     rank(options.source, options.overrides, options.out, options.count)
+
+
+def _record(options: Any) -> None:
+    from hybridflow.commands.record import record
+
+    record(options.source, options.out, options.steps, options.random)
 
 
 def _demo(options: Any) -> int:

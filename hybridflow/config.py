@@ -510,6 +510,7 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     if config.train.max_refills and config.environment is not None:
         yield "train.max_refills: an [environment] has no groups; leave it out"
     yield from _environment_conflicts(config)
+    yield from _offline_conflicts(config)
     yield from _replay_conflicts(config) if config.replays else ()
     if config.train.updates_per_step > 1 and not config.replays:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
@@ -542,7 +543,7 @@ def _worker_conflicts(config: RunConfig, environment: EnvironmentConfig) -> Iter
     found = f"environment.workers = {workers}"
     if method == "a3c":
         yield from _a3c_conflicts(config, workers)
-    elif workers and method != "impala" and "replay" not in ALGORITHMS[method].reads:
+    elif workers and method != "impala" and not config.replays:
         yield f"{found}: {method} learns from its newest policy's rollouts alone; leave it out, or use a3c or impala"
     if method == "impala" and workers and config.impala.lag != ImpalaConfig().lag:
         yield f"impala.lag = {config.impala.lag}: with {found} rollouts are as old as they come; leave lag out"
@@ -607,7 +608,7 @@ def _replay_conflicts(config: RunConfig) -> Iterator[str]:
     replay, found = config.replay, f"replay.samples_per_insert = {config.replay.samples_per_insert}"
     if replay.samples_per_insert is not None and config.train.updates_per_step > 1:
         yield f"{found}: it says how many updates follow a rollout, and so does train.updates_per_step; leave one out"
-    elif config.environment is not None and config.num_updates == 0:
+    elif config.environment is not None and config.environment.steps_per_rollout and config.num_updates == 0:
         yield f"{found}: the whole run draws less than one replay.batch_size = {replay.batch_size}; raise it or train.steps"
     if config.runtime.kind == "local" and replay.shards > 1:
         yield f'replay.shards = {replay.shards}: needs worker processes; set runtime.kind = "ray" and placement.pools'
@@ -720,6 +721,20 @@ def _generation_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{name}: generation.engine = {config.generation.engine!r} runs in one process; remove it"
     elif pool.size % size:
         yield f"{found}, but pool {pool.name!r} has {pool.size} workers; make it a multiple of {size}"
+
+
+def _offline_conflicts(config: RunConfig) -> Iterator[str]:
+    replay, environment = config.replay, config.environment
+    if environment is None or environment.steps_per_rollout:
+        return
+    found = "environment.steps_per_rollout = 0"
+    if not config.replays:
+        yield f"{found}: {config.algorithm} learns from what it collects; set it to 1 or more"
+    elif replay.dataset is None:
+        yield f"{found}: nothing is collected, so what is learned from has to be in replay.dataset; set one of them"
+    elif replay.samples_per_insert is not None or replay.overlap:
+        named = "samples_per_insert" if replay.samples_per_insert is not None else "overlap"
+        yield f"{found}: nothing is collected, so replay.{named} has no effect; leave it out"
 
 
 def _pool_of_replay_conflicts(config: RunConfig) -> Iterator[str]:

@@ -55,8 +55,8 @@ class EnvironmentConfig(Config):
     "pettingzoo:mpe2.simple_spread_v3" is the module's parallel environment of several agents"""
     num_envs: int = Field(8, ge=1)
     """environments that are stepped together"""
-    steps_per_rollout: int = Field(128, ge=1)
-    """steps of each environment in one rollout"""
+    steps_per_rollout: int = Field(128, ge=0)
+    """steps of each environment in one rollout; 0: none, what is learned from is all in replay.dataset"""
     options: dict[str, Any] = Field({})
     """further arguments of the environment, such as max_episode_steps"""
     workers: int = Field(0, ge=0)

@@ -10,6 +10,7 @@ whether they lie in memory or in files, changes nothing of a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from hybridflow.core.batch import Array, Batch, Ragged
 from hybridflow.core.config import Config
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
-from hybridflow.core.seeding import generator
+from hybridflow.core.seeding import uniforms
 from hybridflow.rollout.replay_layout import Cut, cut
 from hybridflow.rollout.sum_tree import SumTree
 
@@ -67,6 +68,10 @@ class ReplayConfig(Config):
     """power of the weights that make up for it; it rises to 1 over the run"""
     samples_per_insert: float | None = Field(None, gt=0)
     """instead of train.updates_per_step: how often each transition after the warmup is drawn, on average"""
+    overlap: bool = False
+    """collect while learning, with weights a step older: for samplers that have a pool of their own"""
+    dataset: str | None = None
+    """what the buffer begins with: a Minari dataset, by its folder or its id"""
     shards: int = Field(1, ge=1)
     """worker processes of the role replay that share the rows out, of as many as its pool has"""
     spill: str | None = None
@@ -86,8 +91,9 @@ class Replay:
     """Experience replay (Lin 1992): pieces of episodes become transitions in a ring.
 
     A sampled row is one transition: time columns of length 1, ``final_observations`` what followed, ``discounts`` what its
-    value counts: ``gamma``, or 0 if the episode ended there. ``sample_id`` numbers transitions in the order of adding. Draw
-    number n of ``num_draws`` depends on (seed, n) and the contents alone.
+    value counts: ``gamma``, or 0 if the episode ended there. ``sample_id`` numbers transitions in the order of adding. A
+    sample is ``draws`` draws, one below the other. Draw number n of ``num_draws`` depends on (seed, n) and the contents
+    alone.
 
     With a ``sequence`` of more than one step a row is up to so many steps of one piece, one behind the other, its
     ``sample_id`` numbers such sequences, and ``discounts`` is of what followed the last step.
@@ -101,7 +107,7 @@ class Replay:
     Of a sequence, 0.9 of the largest and 0.1 of the mean |td_error| count (Kapturowski et al. 2019).
 
     With ``samples_per_insert``, a draw has to wait until it makes no more rows than that for each that was added after the
-    warmup, as in Reverb (Cassirer et al. 2021).
+    warmup, as in Reverb (Cassirer et al. 2021), and a sample may be fewer draws.
 
     ``begin``: what the buffer holds before anything is collected.
     """
@@ -114,13 +120,14 @@ class Replay:
         rows: ReplayRows,
         *,
         num_draws: int = 1,
+        draws: int = 1,
         row_bytes: int = 0,
         sequence: int = 1,
         begin: Callable[[], Iterable[Batch]] = tuple,
     ) -> None:
         self.config, self.seed, self.gamma, self.rows, self.sequence = config, seed, gamma, rows, sequence
         self.capacity, self.begin = max(1, config.capacity // sequence), begin
-        self._all_draws, self._row_bytes = num_draws, row_bytes
+        self._all_draws, self.draws, self._row_bytes = num_draws, draws, row_bytes
         self.num_added = self.num_steps = self.num_draws = 0
         self._index = self._empty()
         self._going_on: dict[int, int] = {}
@@ -211,28 +218,26 @@ class Replay:
             self._index["following"][last % self.capacity] = first
 
     def sample(self, version: int, /) -> Batch | None:
-        """``batch_size`` transitions or sequences drawn with replacement; None before ``warmup`` transitions were added,
-        and as long as ``samples_per_insert`` doesn't allow a draw."""
+        """``draws`` times ``batch_size`` transitions or sequences drawn with replacement; None before ``warmup``
+        transitions were added, and as long as ``samples_per_insert`` doesn't allow a draw."""
         self._begin()
-        if self.num_steps < self.config.warmup or not self._may_draw:
+        draws = self._due()
+        if self.num_steps < self.config.warmup or draws <= 0:
             return None
-        places, weights = self._draw(generator(self.seed, "replay", self.num_draws))
-        self.num_draws += 1
+        places, weights = self._draw(draws)
+        self.num_draws += draws
         numbers = self._number(places)
         self._metrics.count("drawn", len(places))
         self._metrics.add("age_steps", float((self.num_added - numbers).sum()), len(places))
         self._metrics.add("age_updates", float((version - self._index["version"][places]).sum()), len(places))
         return self._gathered(places, numbers, weights)
 
-    @property
-    def _may_draw(self) -> bool:
-        ratio = self.config.samples_per_insert
-        return ratio is None or (self.num_draws + 1) * self.config.batch_size <= ratio * (self.num_steps - self._warmup)
-
-    @property
-    def _warmup(self) -> int:
-        """Transitions that don't count in ``samples_per_insert``."""
-        return self.config.warmup
+    def _due(self) -> int:
+        """How many draws the next sample may be."""
+        ratio, inserted = self.config.samples_per_insert, self.num_steps - self.config.warmup
+        if ratio is None:
+            return self.draws
+        return min(self.draws, math.floor(ratio * inserted / self.config.batch_size) - self.num_draws)
 
     def _gathered(self, places: Array, numbers: Array, weights: Array) -> Batch:
         index = self._index
@@ -256,13 +261,14 @@ class Replay:
             len(places),
         )
 
-    def _draw(self, random: np.random.Generator) -> tuple[Array, Array]:
+    def _draw(self, draws: int) -> tuple[Array, Array]:
         """Places [B] in the ring, and their weights."""
-        size = self.config.batch_size
+        size, number = self.config.batch_size, self.num_draws + np.arange(draws)[:, None]
+        random = uniforms(self.seed, "replay", number, np.arange(size))
         if self._tree is None:
-            return random.integers(0, len(self), size), np.ones(size, np.float32)
+            return (random * len(self)).astype(np.int64).ravel(), np.ones(random.size, np.float32)
         total = self._tree.total
-        places = self._tree.find((np.arange(size) + random.random(size)) * (total / size))
+        places = self._tree.find(((np.arange(size) + random) * (total / size)).ravel())
         progress = min(1.0, self.num_draws / self._all_draws)
         beta = self.config.importance + (1 - self.config.importance) * progress
         weights = (len(self) * self._tree.priorities[places] / total) ** -beta
@@ -302,7 +308,7 @@ class Replay:
         """What was added and drawn since the last call, how old that was, how full the buffer is."""
         measured, held = self._metrics.values(), len(self)
         self._metrics.clear()
-        after_warmup = self.num_steps - self._warmup
+        after_warmup = self.num_steps - self.config.warmup
         if after_warmup > 0:
             measured["samples_per_insert"] = self.num_draws * self.config.batch_size / after_warmup
         measured |= {"size": held, "occupancy": held / self.capacity, "bytes": held * self._row_bytes}

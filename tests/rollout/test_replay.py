@@ -172,20 +172,20 @@ def test_sequences_have_priorities_of_largest_and_mean_errors():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.floats(0.05, 40), st.integers(1, 40), st.integers(1, 60), st.integers(1, 30))
-def test_no_row_is_drawn_more_often_than_samples_per_insert_and_no_draw_is_left_out(ratio, batch_size, width, warmup):
+@given(st.floats(0.05, 40), st.integers(1, 40), st.integers(1, 60), st.integers(1, 30), st.integers(1, 3))
+def test_no_row_is_drawn_more_often_than_samples_per_insert_and_no_draw_is_left_out(ratio, batch_size, width, warmup, most):
     config = ReplayConfig(capacity=500, batch_size=batch_size, warmup=warmup, samples_per_insert=ratio)
-    replay, random = make_replay(config, 1, GAMMA), np.random.default_rng(0)
-    most = int(np.ceil(ratio * width / batch_size))
+    replay, random = make_replay(config, 1, GAMMA, draws=most), np.random.default_rng(0)
+    most_in_a_step = int(np.ceil(ratio * width / batch_size))
     for step in range(6):
         batch = pieces([width], step * width, random)
         replay.add(batch.with_columns(response_mask=Ragged(np.ones(width, bool), batch.lengths)), 0)
-        draws = 0
-        while replay.sample(0) is not None:
-            draws += 1
+        before = replay.num_draws
+        while (sampled := replay.sample(0)) is not None:
+            assert len(sampled) % batch_size == 0 and len(sampled) <= most * batch_size
         allowed = ratio * max(0, (step + 1) * width - warmup)
         assert allowed - batch_size < replay.num_draws * batch_size <= allowed or replay.num_draws == allowed == 0
-        assert draws <= most
+        assert replay.num_draws - before <= most_in_a_step
 
 
 def test_metrics_tell_what_passed_and_how_old_it_was():
