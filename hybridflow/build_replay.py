@@ -42,14 +42,11 @@ def _recorded(config: RunConfig, spaces: tuple[Any, Any]) -> Callable[[], Iterab
     if replay.dataset is None or environment is None:
         return tuple
     recorded = open_recorded(replay.dataset, environment.id, spaces)
+    found = f"replay.dataset = {replay.dataset!r} has {recorded.num_steps} steps"
     if recorded.num_steps > replay.capacity:
-        found = (
-            f"replay.dataset = {replay.dataset!r} has {recorded.num_steps} steps, but replay.capacity = {replay.capacity}"
-        )
-        raise DataError(f"{found}; raise it")
+        raise DataError(f"{found}, but replay.capacity = {replay.capacity}; raise it")
     if recorded.num_steps < replay.warmup and environment.steps_per_rollout == 0:
-        found = f"replay.dataset = {replay.dataset!r} has {recorded.num_steps} steps, but replay.warmup = {replay.warmup}"
-        raise DataError(f"{found}, and environment.steps_per_rollout = 0 adds none; lower it")
+        raise DataError(f"{found} and none is added, but replay.warmup = {replay.warmup}; lower it")
     return recorded.batches
 
 

@@ -78,12 +78,16 @@ def q_table(runtime):
         return q(torch.arange(5))
 
 
+def replay_of(runtime, config):
+    role = Role("replay", ReplayWorker, {"capacity": config.capacity, "types": entry_types(spaces_of(CHAIN))})
+    return Replay(config, 1, GAMMA, runtime.role(role))
+
+
 def test_dqn_solves_a_chain_and_finds_its_values():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
     algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
-    rows = runtime.role(Role("replay", ReplayWorker, {"capacity": 2000, "types": entry_types(spaces_of(CHAIN))}))
-    buffer = Replay(ReplayConfig(capacity=2000, batch_size=64, warmup=100), 1, GAMMA, rows)
+    buffer = replay_of(runtime, ReplayConfig(capacity=2000, batch_size=64, warmup=100))
     assert actor.sampler.evaluate(1)[0].episode_return == 0
     for _ in range(250):
         buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
@@ -160,7 +164,7 @@ def test_the_target_network_follows_every_so_many_updates():
     actor = ActorOf(runtime)
     algorithm = DQN(DQNConfig(target_update_every=3, tau=1.0), actor)
     networks = runtime._workers["learner"].networks
-    buffer = Replay(ReplayConfig(batch_size=8, warmup=1), seed=1, gamma=GAMMA)
+    buffer = replay_of(runtime, ReplayConfig(batch_size=8, warmup=1))
     buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
     equal = []
     for _ in range(7):
