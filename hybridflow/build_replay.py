@@ -50,10 +50,9 @@ def _recorded(config: RunConfig, spaces: tuple[Any, Any]) -> Callable[[], Iterab
     return recorded.batches
 
 
-def replay_schedule(config: RunConfig) -> Schedule:
-    """Who collects and learns when."""
+def replay_schedule(config: RunConfig, updates: int) -> Schedule:
+    """Who collects, and learns ``updates`` times, when."""
     assert config.environment is not None, "validated"
-    calls = config.updates_per_step // config.draws_per_update
     if config.environment.steps_per_rollout == 0:
-        return Offline(calls)
-    return Overlapping(calls) if config.replay.overlap else Synchronous(calls)
+        return Offline(updates)
+    return Overlapping(updates) if config.replay.overlap else Synchronous(updates)

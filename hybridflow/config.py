@@ -422,8 +422,8 @@ class RunConfig(Config):
         ratio, environment, replay = self.replay.samples_per_insert, self.environment, self.replay
         if ratio is None or environment is None or not self.replays:
             return self.train.steps * self.train.updates_per_step
-        inserted = self.train.steps * environment.num_envs * environment.steps_per_rollout - replay.warmup
-        return int(max(0, inserted) * ratio / replay.batch_size)
+        collected = self.train.steps * environment.num_envs * environment.steps_per_rollout // max(1, environment.workers)
+        return int(max(0, collected - replay.warmup) * ratio / replay.batch_size)
 
     @property
     def method(self) -> Config:
@@ -610,6 +610,8 @@ def _replay_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: it says how many updates follow a rollout, and so does train.updates_per_step; leave one out"
     elif config.environment is not None and config.environment.steps_per_rollout and config.num_updates == 0:
         yield f"{found}: the whole run draws less than one replay.batch_size = {replay.batch_size}; raise it or train.steps"
+    if replay.overlap and config.environment is not None and config.environment.workers:
+        yield "replay.overlap: environment.workers collect by themselves while others learn; leave it out"
     if config.runtime.kind == "local" and replay.shards > 1:
         yield f'replay.shards = {replay.shards}: needs worker processes; set runtime.kind = "ray" and placement.pools'
 
@@ -728,6 +730,8 @@ def _offline_conflicts(config: RunConfig) -> Iterator[str]:
     if environment is None or environment.steps_per_rollout:
         return
     found = "environment.steps_per_rollout = 0"
+    if environment.workers:
+        yield f"{found}: nothing is collected, so environment.workers have nothing to do; leave them out"
     if not config.replays:
         yield f"{found}: {config.algorithm} learns from what it collects; set it to 1 or more"
     elif replay.dataset is None:

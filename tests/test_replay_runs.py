@@ -90,6 +90,7 @@ def test_impossible_settings_are_told(tmp_path: Path) -> None:
     assert "has to be in replay.dataset" in problems(environment__steps_per_rollout=0)
     off = problems(environment__steps_per_rollout=0, replay__dataset="x", replay__overlap=True)
     assert "replay.overlap has no effect" in off
+    assert "environment.workers collect by themselves" in problems(replay__overlap=True, environment__workers=2)
     with pytest.raises(ConfigError, match="ppo learns from what it collects"):
         validate({"algorithm": "ppo", "environment": {"id": "CartPole-v1", "steps_per_rollout": 0}, "run_dir": "x"}, "test")
 
