@@ -152,7 +152,7 @@ def on(pools: dict[str, int], **roles: str) -> dict[str, Any]:
         (with_keys(A3C, train__epochs=2), "train.epochs = 2: a3c makes one step of a rollout; leave it out"),
         (with_keys(A2C, environment__workers=2), "a2c learns from its newest policy's rollouts alone; leave it out"),
         (with_keys(IMPALA, environment__workers=2, impala={"lag": 3}), "impala.lag = 3: with environment.workers = 2"),
-        ({**A3C, **RAY}, "placement.roles: actor, replay would wait for rollouts on pool 'main'; give the sampler one of its own"),
+        ({**A3C, **RAY}, "placement.roles: actor would wait for rollouts on pool 'main'; give the sampler one of its own"),
         (
             {**A3C, **on({"learner": 1, "envs": 3}, actor="learner", sampler="envs")},
             "placement.pools.envs = 3: environment.workers = 2 are a process each; make them equal",
