@@ -1,7 +1,8 @@
 """A trained policy by itself, outside of a run: what plays, serves, exports and measures it starts from here.
 
 policy = Policy.load(Path("runs/cartpole"))
-action = policy.act(observation)          # for environment.step; or of a batch of observations a batch of actions
+action = policy.act(observation)                   # for environment.step; or of a batch of observations all actions
+action, memory = policy.step(observation, memory)  # the same, of a policy that remembers its episode
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ __all__ = ["Acting", "Moment", "Policy"]
 
 class Acting(nn.Module):
     """forward(observations [B, ...]) -> [B, ...] the likeliest actions, as the environment takes them: numbered from its
-    own start, or clipped to its bounds, in its own type. The same as ``data.envs`` makes of a policy's actions."""
+    own start, or clipped to its bounds, in its own type. The same as ``data.envs`` makes of a policy's actions.
+
+    A network with a memory is also given that [B, M], zeros when an episode begins, and returns it as it is afterwards.
+    """
 
     start: Tensor
     low: Tensor
@@ -45,8 +49,13 @@ class Acting(nn.Module):
             self.register_buffer("high", torch.tensor(action_space.high))
         self.dtype = torch.from_numpy(np.zeros(0, action_space.dtype)).dtype
 
-    def forward(self, observations: Tensor) -> Tensor:
-        mode: Tensor = self.network.distribution(observations).mode
+    def forward(self, observations: Tensor, memory: Tensor | None = None) -> Any:
+        if memory is None:
+            return self._native(self.network.distribution(observations).mode)
+        distribution, after = self.network.step(observations, memory)
+        return self._native(distribution.mode), after
+
+    def _native(self, mode: Tensor) -> Tensor:
         if self.numbered:
             return (mode + self.start).to(self.dtype)
         return torch.minimum(torch.maximum(mode, self.low), self.high).to(self.dtype)
@@ -92,13 +101,34 @@ class Policy:
     def act(self, observations: Any) -> Array:
         """The likeliest action at one observation, or at each of a batch [B, ...], as ``environment.step`` takes it.
 
-        DataError if shape or type don't fit the space of observations.
+        DataError if shape or type don't fit the space of observations, or if the policy has a memory: see ``step``.
         """
+        if self.memory_size:
+            raise DataError(
+                "this policy remembers: call step(observation, memory), with None for the memory at first"
+            )
         seen = self._checked(np.asarray(observations))
         one = seen.shape == (self.spaces[0].shape or ())
         with torch.inference_mode():
             actions: Array = self.acting(torch.from_numpy(seen[None] if one else seen)).numpy()
         return actions[0] if one else actions
+
+    @property
+    def memory_size(self) -> int:
+        """M, the numbers that the policy remembers of an episode; 0 if it has no memory."""
+        return int(self.network.memory_size)
+
+    def step(self, observations: Any, memory: Array | None = None) -> tuple[Array, Array]:
+        """``act`` of any policy, also of those with a memory: the actions, and the memory [M] or [B, M] afterwards, for the
+        next step. Episodes begin with None."""
+        seen = self._checked(np.asarray(observations))
+        one = seen.shape == (self.spaces[0].shape or ())
+        batch = seen[None] if one else seen
+        given = np.zeros((len(batch), self.memory_size), np.float32) if memory is None else memory
+        with torch.inference_mode():
+            found = self.acting(torch.from_numpy(batch), torch.from_numpy(given.reshape(len(batch), self.memory_size)))
+        actions, after = (part.numpy() for part in found)
+        return (actions[0], after[0]) if one else (actions, after)
 
     def _checked(self, observations: Array) -> Array:
         space = self.spaces[0]
@@ -114,11 +144,12 @@ class Policy:
         """Play episode ``number`` of the run's evaluations, with further ``options`` of the environment: its moments, from
         the first observation to the last."""
         slot = Slot(self.environment.with_options(options or {}), self.config.seed, number, EVALUATION)
-        moment = Moment(slot.environment, slot.observation, 0.0, 0, False)
+        moment, memory = Moment(slot.environment, slot.observation, 0.0, 0, False), None
         try:
             yield moment
             while not moment.ended:
-                observation, reward, terminated, truncated, _ = slot.environment.step(self.act(moment.observation))
+                action, memory = self.step(moment.observation, memory)
+                observation, reward, terminated, truncated, _ = slot.environment.step(action)
                 total, ended = moment.episode_return + float(reward), bool(terminated or truncated)
                 moment = Moment(slot.environment, np.array(observation), total, moment.num_steps + 1, ended)
                 yield moment

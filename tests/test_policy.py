@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import CARTPOLE, REVERSE, Outcome, with_keys
+from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 from gymnasium import spaces
 
 from hybridflow.config import resolved, validate
@@ -78,6 +78,25 @@ def test_its_episodes_are_those_of_evaluations(cartpole_run: Path, hybridflow: C
     assert np.mean([end.episode_return for end in ends]) == record["score"]
     assert max(end.episode_return for end in ends) == record["return_max"] > record["return_min"]
     assert all(end.ended and end.episode_return == end.num_steps for end in ends)
+
+
+def test_a_policy_that_remembers_is_given_its_memory(tmp_path: Path, hybridflow: Callable[..., Outcome]) -> None:
+    path = written(tmp_path, with_keys(CARTPOLE, actor__net={"kind": "gru", "hidden": [8]}))
+    assert hybridflow("train", path, "--train.minibatches", 1).code == 0
+    loaded = Policy.load(tmp_path / "run")
+    for parameter in loaded.network.parameters():
+        parameter.data.mul_(5)
+    with pytest.raises(DataError, match=r"this policy remembers: call step\(observation, memory\)"):
+        loaded.act(np.zeros(4))
+    seen = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    action, memory = loaded.step(seen[0])
+    assert action.shape == () and memory.shape == (8,) and memory.any()
+    actions, after = loaded.step(seen, np.tile(memory, (6, 1)))
+    one, alone = loaded.step(seen[3], memory)
+    assert actions[3] == one and np.allclose(after[3], alone, atol=1e-6)
+    assert not np.allclose(after[3], loaded.step(seen[3])[1], atol=1e-3)
+    plays = [list(Policy.load(tmp_path / "run").episode(number))[-1].episode_return for number in range(3)]
+    assert np.mean(plays) == json.loads(hybridflow("eval", tmp_path / "run", "--episodes", 3, "--json").out)["score"]
 
 
 def test_it_acts_in_gymnasium(cartpole_run: Path) -> None:

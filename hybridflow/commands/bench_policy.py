@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from hybridflow.telemetry.records import to_json
 
 __all__ = ["Latency", "bench_policy"]
 
+Act = Callable[[Array, Any], tuple[Array, Any]]
+"""(one observation, the memory or None) -> (its action, the memory afterwards)"""
 WARM_UP = 200
 MOST_OBSERVATIONS = 1000
 
@@ -50,7 +53,7 @@ def bench_policy(run: Path, budget_ms: float, steps: int, as_json: bool) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        measured = [_measured("torch", policy.act, observations, steps)]
+        measured = [_measured("torch", _torch(policy), observations, steps)]
         if importlib.util.find_spec("onnxruntime") is not None:
             measured.append(_measured("onnxruntime", _onnx(policy), observations, steps))
     finally:
@@ -63,28 +66,34 @@ def bench_policy(run: Path, budget_ms: float, steps: int, as_json: bool) -> int:
     return 1 if over else 0
 
 
-def _onnx(policy: Policy) -> Callable[[Array], Array]:
-    """One observation to its action, by the exported file."""
+def _torch(policy: Policy) -> Act:
+    if policy.memory_size:
+        return policy.step
+    return lambda observation, memory: (policy.act(observation), memory)
+
+
+def _onnx(policy: Policy) -> Act:
+    """By the exported file."""
     needs_onnx("bench-policy")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "policy.onnx"
         write_onnx(policy, file, {})
         run = run_onnx(file)
-    dtype = policy.spaces[0].dtype
+    dtype, begun = policy.spaces[0].dtype, np.zeros((1, policy.memory_size), np.float32)
 
-    def act(observation: Array) -> Array:
-        action: Array = run(np.asarray(observation, dtype)[None])[0]
-        return action
+    def act(observation: Array, memory: Array | None) -> tuple[Array, Array]:
+        actions, after = run(np.asarray(observation, dtype)[None], begun if memory is None else memory)
+        return actions[0], after
 
     return act
 
 
-def _measured(engine: str, act: Callable[[Array], Array], observations: list[Array], steps: int) -> Latency:
-    taken, switches = np.zeros(steps), _switches()
+def _measured(engine: str, act: Act, observations: list[Array], steps: int) -> Latency:
+    taken, switches, memory = np.zeros(steps), _switches(), None
     for step in range(-WARM_UP, steps):
         observation = observations[step % len(observations)]
         start = time.perf_counter_ns()
-        act(observation)
+        _, memory = act(observation, memory)
         taken[step] = time.perf_counter_ns() - start  # warming up writes what is overwritten
     p50, p99, p99_9, longest = np.quantile(taken, [0.5, 0.99, 0.999, 1.0]) / 1e6
     return Latency(engine, steps, float(p50), float(p99), float(p99_9), float(longest), _switches() - switches)

@@ -1,6 +1,7 @@
 """The export command: a policy as an ONNX file, with all that it needs, and checked against torch.
 
 observations [B, ...] in the environment's type  ->  actions [B, ...] as environment.step takes them
+memory [B, M], of a policy that has one          ->  next_memory [B, M], which the next step is given
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import ModelError, UserError
 from hybridflow.core.seeding import derive
 from hybridflow.models.layers import MLP
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
+from hybridflow.models.nets import QNet
 from hybridflow.policy import Acting, Policy
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 
-__all__ = ["Check", "export", "needs_onnx", "run_onnx", "write_onnx"]
+__all__ = ["Check", "Step", "export", "needs_onnx", "run_onnx", "write_onnx"]
+
+Step = Callable[[Array, Array], tuple[Array, Array]]
+"""(observations [B, ...], memory [B, M]) -> (actions [B, ...], the memory afterwards)"""
 
 NUM_OBSERVATIONS = 10_000
 SCALES = (0.1, 1.0, 10.0, 100.0)
@@ -92,7 +98,9 @@ def write_onnx(policy: Policy, file: Path, metadata: dict[str, str]) -> None:
     for module in acting.modules():
         if isinstance(module, MLP):
             module.twice_differentiable = True  # in plain operations
-    example = torch.from_numpy(_random_observations(policy, 2, np.random.default_rng(0)))
+    example = [torch.from_numpy(_random_observations(policy, 2, np.random.default_rng(0)))]
+    if policy.memory_size:
+        example.append(torch.zeros(2, policy.memory_size))
     logger, batch = logging.getLogger("torch.onnx"), torch.export.Dim("batch")
     level = logger.level
     try:
@@ -101,12 +109,12 @@ def write_onnx(policy: Policy, file: Path, metadata: dict[str, str]) -> None:
             warnings.simplefilter("ignore")  # of torch about itself
             program = torch.onnx.export(
                 acting,
-                (example,),
+                tuple(example),
                 dynamo=True,
                 verbose=False,
-                input_names=["observations"],
-                output_names=["actions"],
-                dynamic_shapes={"observations": {0: batch}},
+                input_names=["observations", "memory"][: len(example)],
+                output_names=["actions", "next_memory"][: len(example)],
+                dynamic_shapes=[{0: batch}] * len(example),
             )
     finally:
         logger.setLevel(level)
@@ -119,17 +127,22 @@ def write_onnx(policy: Policy, file: Path, metadata: dict[str, str]) -> None:
     onnx.save(model, str(file))
 
 
-def run_onnx(file: Path) -> Callable[[Array], Array]:
-    """What the file computes, by ONNX Runtime on one thread: observations [B, ...] -> actions [B, ...]."""
+def run_onnx(file: Path) -> Step:
+    """What the file computes, by ONNX Runtime on one thread: observations [B, ...] and memory [B, M] -> actions [B, ...]
+    and the memory afterwards."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
-    def run(observations: Array) -> Array:
-        (actions,) = session.run(None, {"observations": observations})
-        return np.asarray(actions)
+    remembers = len(session.get_inputs()) == 2
+
+    def run(observations: Array, memory: Array) -> tuple[Array, Array]:
+        if not remembers:
+            return session.run(None, {"observations": observations})[0], memory
+        actions, after = session.run(None, {"observations": observations, "memory": memory})
+        return actions, after
 
     return run
 
@@ -150,48 +163,69 @@ def _metadata(run: Path, policy: Policy) -> dict[str, str]:
     return {**told, "policy_version": str(int(versions[-1]))} if versions else told
 
 
-def _checked(policy: Policy, run: Callable[[Array], Array]) -> Check:
+def _checked(policy: Policy, run: Step) -> Check:
+    """On one episode, and on random observations, side by side and, for what is remembered, one after another."""
     rng = np.random.default_rng(derive(policy.config.seed, "export"))
-    shown = [moment.observation for moment in islice(policy.episode(0), MOST_REAL)]
-    real = np.array(shown, policy.spaces[0].dtype)
+    drawn = [_random_observations(policy, CHUNK, rng) for _ in range(NUM_OBSERVATIONS // CHUNK)]
+    dtype = policy.spaces[0].dtype
+    shown = [np.asarray(moment.observation, dtype)[None] for moment in islice(policy.episode(0), MOST_REAL)]
     ties, difference = 0, 0.0
-    parts = [_random_observations(policy, CHUNK, rng) for _ in range(NUM_OBSERVATIONS // CHUNK)]
-    for part in (*parts, *np.array_split(real, range(CHUNK, len(real), CHUNK))):
-        expected, found = policy.act(part), run(part)
-        if expected.dtype != found.dtype or expected.shape != found.shape:
-            what = f"{found.dtype} {found.shape}, torch's are {expected.dtype} {expected.shape}"
-            raise ModelError(f"the ONNX file's actions are {what}: not written")
-        if policy.acting.numbered:
-            ties += _ties(policy, part, expected, found)
-        else:
-            difference = max(difference, _difference(expected, found))
-    return Check(NUM_OBSERVATIONS, len(real), ties, difference)
+    for sequence in (drawn, shown):
+        memory = np.zeros((len(sequence[0]), policy.memory_size), np.float32)
+        for observations in sequence:
+            (expected, after), (found, found_after) = policy.step(observations, memory), run(observations, memory)
+            difference = max(difference, _difference(after, found_after))
+            if policy.acting.numbered:
+                ties += _ties(policy, (observations, memory), expected, found)
+            else:
+                difference = max(difference, _difference(expected, found))
+            memory = after
+    return Check(NUM_OBSERVATIONS, len(shown), ties, difference)
 
 
 def _difference(expected: Array, found: Array) -> float:
-    """The largest between continuous actions. ModelError: it is more than float error."""
+    """The largest between continuous actions, or memories. ModelError: it is more than float error."""
+    _same_kind(expected, found)
     off = np.abs(found.astype(np.float64) - expected)
     if not np.all(off <= TOLERANCE * np.maximum(1, np.abs(expected))):
-        raise ModelError(f"the ONNX file's actions differ from torch's by up to {off.max():.3g}: not written")
-    return float(off.max())
+        raise ModelError(f"what the ONNX file computes differs from torch's by up to {off.max():.3g}: not written")
+    return float(off.max(initial=0.0))
 
 
-def _ties(policy: Policy, observations: Array, expected: Array, found: Array) -> int:
+def _same_kind(expected: Array, found: Array) -> None:
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        what = f"{found.dtype} {found.shape}, torch's are {expected.dtype} {expected.shape}"
+        raise ModelError(f"the ONNX file's actions are {what}: not written")
+
+
+def _ties(policy: Policy, given: tuple[Array, Array], expected: Array, found: Array) -> int:
     """How many discrete actions differ where both are equally good. ModelError: elsewhere, too."""
+    _same_kind(expected, found)
     rows = np.flatnonzero((expected != found).reshape(len(found), -1).any(1))
     if not len(rows):
         return 0
     start = policy.spaces[1].start
-    gap = _gap(policy.network, observations[rows], expected[rows] - start, found[rows] - start)
+    observations, memory = (torch.from_numpy(part[rows]) for part in given)
+    values = _preferences(policy.network, observations, memory)
+    gap = _gap(policy.network, values, expected[rows] - start, found[rows] - start)
     if not np.all(gap <= TOLERANCE):
         raise ModelError(f"{len(rows)} of the ONNX file's actions differ from torch's in {len(found)}: not written")
     return len(rows)
 
 
-def _gap(network: Any, observations: Array, chosen: Array, other: Array) -> Array:
-    """[B] how much better torch finds ``chosen`` than ``other``, relative to the larger of 1 and its values' size."""
+def _preferences(network: Any, observations: Tensor, memory: Tensor) -> Array:
+    """[B, K] of which torch takes the highest."""
     with torch.inference_mode():
-        values = network(torch.from_numpy(observations)).double().numpy()
+        if isinstance(network, QNet):
+            values = network(observations)
+        else:
+            values = network.step(observations, memory)[0].log_probabilities
+    preferences: Array = values.double().numpy()
+    return preferences
+
+
+def _gap(network: Any, values: Array, chosen: Array, other: Array) -> Array:
+    """[B] how much higher ``values`` [B, K] are at ``chosen`` than at ``other``, relative to the larger of 1 and them."""
     sizes = network.sizes if isinstance(network, MultiCategoricalPolicy) else (values.shape[1],)
     starts = np.cumsum([0, *sizes[:-1]])
     columns = (np.reshape(numbers, (len(values), -1)) + starts for numbers in (chosen, other))

@@ -123,12 +123,12 @@ class Attention(nn.Module):
 
     def step(self, encode: Encode, observations: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Memory``."""
-        past = memory.view(len(memory), self.context - 1, self.observed + 1)
+        past = memory.view(memory.shape[0], self.context - 1, self.observed + 1)
         there, x = past[..., -1] > 0, self.embed(encode(observations))
         before = self.embed(encode(self._seen(past, observations[:, None]).flatten(0, 1)))
-        keys, values = self._remembered(torch.cat([before.view(len(x), -1, x.shape[-1]), x[:, None]], 1))
+        keys, values = self._remembered(torch.cat([before.view(x.shape[0], -1, x.shape[-1]), x[:, None]], 1))
         out = self._attend(x, keys, values, torch.cat([there, torch.ones_like(there[:, :1])], 1))
-        now = torch.cat([observations.reshape(len(x), self.observed).float(), x.new_ones(len(x), 1)], 1)
+        now = torch.cat([observations.reshape(x.shape[0], self.observed).float(), x.new_ones(x.shape[0], 1)], 1)
         return out, torch.cat([past[:, 1:], now[:, None]], 1).flatten(1)
 
     def unroll(self, encode: Encode, observations: Tensor, memory: Tensor, lengths: Ints) -> Tensor:
@@ -163,7 +163,7 @@ class Attention(nn.Module):
     def _attend(self, x: Tensor, keys: Tensor, values: Tensor, present: Tensor) -> Tensor:
         """What becomes of ``x`` [N, D] with ``keys`` and ``values`` [N, C, D] of which some are ``present`` [N, C]."""
         shape = (*keys.shape[:2], self.heads, -1)
-        queries = self.queries(self.norms[0](x)).view(len(x), 1, self.heads, -1)
+        queries = self.queries(self.norms[0](x)).view(x.shape[0], 1, self.heads, -1)
         scores = (queries * (keys + self.ages).view(shape)).sum(-1) / math.sqrt(queries.shape[-1])
         weights = scores.masked_fill(~present[..., None], -math.inf).softmax(1)
         x = x + self.out((weights[..., None] * values.view(shape)).sum(1).flatten(1))

@@ -38,10 +38,10 @@ def test_over_budget_is_exit_code_1(cartpole_run: Path, hybridflow: Program, mon
 def test_rare_slow_steps_are_seen() -> None:
     calls: list[Any] = []
 
-    def act(observation: Any) -> Any:
+    def act(observation: Any, memory: int | None) -> Any:
         calls.append(observation)
         time.sleep(0.01 if len(calls) % 100 == 0 else 0)
-        return observation
+        return observation, (memory or 0) + 1
 
     measured: Any = bench_policy._measured("torch", act, ["a", "b", "c"], 2000)
     assert len(calls) == 2000 + bench_policy.WARM_UP and set(calls) == {"a", "b", "c"}

@@ -36,6 +36,10 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "deterministic": (WIDE, STEER, {"algorithm": "td3"}),
     "duelling": (SEEN, spaces.Discrete(4), {"algorithm": "dqn", "dqn": {"duelling": True}}),
     "distributional": (NUMBERED, spaces.Discrete(4), {"algorithm": "dqn", "dqn": {"atoms": 11, "v_min": -1, "v_max": 1}}),
+    "convolutional": (spaces.Box(0, 255, (36, 36, 3), np.uint8), spaces.Discrete(3), {"actor__net__kind": "cnn"}),
+    "gru": (WIDE, spaces.Discrete(3), {"actor__net": {"kind": "gru", "normalise": True}}),
+    "lstm": (SEEN, STEER, {"actor__net__kind": "lstm"}),
+    "attention": (WIDE, spaces.MultiDiscrete([2, 4]), {"actor__net": {"kind": "attention", "context": 4}}),
     "table": (NUMBERED, spaces.Discrete(4), {"algorithm": "q_learning"}),
 }
 
@@ -54,7 +58,7 @@ def policy(kind: str) -> Policy:
     for parameter in network.parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     if config.actor.net.normalise:
-        network.features.observe(torch.randn(100, 3, generator=generator) * 5 + 2, lambda x: x)
+        network.features.observe(torch.randn(100, observed.shape[0], generator=generator) * 5 + 2, lambda x: x)
     return Policy(network, EnvironmentConfig(id="CartPole-v1"), (observed, done), config)
 
 
@@ -65,7 +69,9 @@ def test_every_kind_of_policy_acts_alike(kind: str, tmp_path: Path) -> None:
     run = run_onnx(tmp_path / "policy.onnx")
     parts = [module._random_observations(made, size, np.random.default_rng(size)) for size in (1, 2, 997)]
     for observations in parts:
-        expected, found = made.act(observations), run(observations)
+        memory = np.random.default_rng(0).uniform(0, 1, (len(observations), made.memory_size)).astype(np.float32)
+        (expected, after), (found, found_after) = made.step(observations, memory), run(observations, memory)
+        assert np.allclose(found_after, after, rtol=1e-5, atol=1e-5) and after.shape == memory.shape
         assert found.dtype == expected.dtype == made.spaces[1].dtype and found.shape == expected.shape
         assert np.allclose(found, expected, rtol=1e-5, atol=1e-5)
         assert all(made.spaces[1].contains(action) for action in found[:50])
@@ -93,9 +99,9 @@ def test_a_run_s_policy_is_exported(cartpole_run: Path, hybridflow: Program, tmp
     assert told["policy_version"] == str(int(records[-1]["policy_version"]))
     (seen,), (done,) = model.graph.input, model.graph.output
     assert (seen.name, done.name) == ("observations", "actions")
-    run, loaded = run_onnx(file), Policy.load(cartpole_run)
+    run, loaded, none = run_onnx(file), Policy.load(cartpole_run), np.zeros((1, 0), np.float32)
     for moment in loaded.episode(2):
-        assert run(moment.observation[None])[0] == loaded.act(moment.observation)
+        assert run(moment.observation[None], none)[0] == loaded.act(moment.observation)
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "cartpole.onnx"]
 
 
@@ -119,19 +125,20 @@ def test_ties_are_counted_and_mistakes_are_not_ties() -> None:
     chosen = made.act(seen)
     other = chosen.copy()
     other[1] = [6 if chosen[1, 0] == 5 else 5, chosen[1, 1]]
-    assert module._ties(made, seen, chosen, chosen) == 0
+    given = (seen, np.zeros((3, 0), np.float32))
+    assert module._ties(made, given, chosen, chosen) == 0
     with pytest.raises(ModelError, match="1 of the ONNX file's actions differ from torch's in 3"):
-        module._ties(made, seen, chosen, other)
+        module._ties(made, given, chosen, other)
     made.network.mlp.layers[-1].weight.data[:2] = 0  # both choices of the first action become equally good
     made.network.mlp.layers[-1].bias.data[:2] = 1
-    assert module._ties(made, seen, chosen, other) == 1
+    assert module._ties(made, given, chosen, other) == 1
 
 
 def test_continuous_actions_may_differ_by_float_error_alone() -> None:
     near = np.array([[1.0, 2000.0]], np.float32)
     assert 0.05 < module._difference(near, near + np.float32([0.00005, 0.1])) < 0.11
     for wrong in (near + np.float32([0.001, 0]), near * np.nan):
-        with pytest.raises(ModelError, match="differ from torch's"):
+        with pytest.raises(ModelError, match="differs from torch's"):
             module._difference(near, wrong)
 
 
