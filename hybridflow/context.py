@@ -92,7 +92,7 @@ class HybridFlowContext:
             env_config = _environment(env_config)
         spaces_of(env_config)
         program.environment = env_config
-        return Sampler(self, program.create("create_sampler", f"{env_config.num_envs} x {env_config.id}"), env_config)
+        return Sampler(program, program.create("create_sampler", f"{env_config.num_envs} x {env_config.id}"), env_config)
 
     def create_network(self, kind: str, sizes: Sequence[int], policy_head: bool = False, **options: Any) -> Network:
         """A network with hidden layers of these ``sizes``, that gives values, or with ``policy_head`` actions.
@@ -107,8 +107,10 @@ class HybridFlowContext:
         if role in program.networks:
             head = "with a policy head" if policy_head else "that gives values"
             _refuse(f"create_network: this context has a network {head}; use it, or another HybridFlowContext")
+        if "hidden" in options:
+            _refuse("create_network: hidden is what the sizes say; leave it out")
         net = program.networks[role] = parse(NetConfig, {"hidden": tuple(sizes), **options}, "create_network")
-        return Network(self, program.create("create_network", f"{role}, {kind} {'-'.join(map(str, sizes))}"), role, net)
+        return Network(program, program.create("create_network", f"{role}, {kind} {'-'.join(map(str, sizes))}"), role, net)
 
     def create_optimizer(
         self,
@@ -134,7 +136,7 @@ class HybridFlowContext:
         if not networks:
             _refuse("create_optimizer: no networks; expected those that it moves, such as [actor, critic]")
         for network in networks:
-            self._own("create_optimizer", network)
+            _check_network(program, "create_optimizer", network)
         if options.get("schedule", "constant") != "constant":
             _refuse("create_optimizer: a schedule needs the length of a run, which a program doesn't tell; leave it out")
         if kind == "Adam" and "weight_decay" in options:
@@ -144,29 +146,17 @@ class HybridFlowContext:
         roles = [network.role for network in networks]
         told = f"{kind} of {', '.join(roles)}, {epochs} epochs of {minibatches} minibatches"
         number = program.create("create_optimizer", told, *((f"weights of {n.role}", n.number) for n in networks))
-        return NetworkOptimizer(self, number, tuple(roles))
+        return NetworkOptimizer(program, number, tuple(roles))
 
     def _creating(self, what: str) -> Program:
-        self._check_open(what)
-        if self._program.runs:
+        program = self._open(what)
+        if program.runs:
             _refuse(f"{what}: the program runs already; create everything before the first collect")
+        return program
+
+    def _open(self, what: str) -> Program:
+        _check_open(self._program, what)
         return self._program
-
-    def _check_open(self, what: str) -> None:
-        if self._program.closed:
-            _refuse(f"{what}: the context is closed; use it inside of its with block")
-
-    def _own(self, what: str, network: object, role: NetworkRole | None = None) -> None:
-        """UserError if it is no network of this context, or one with another head."""
-        self._check_open(what)
-        if not isinstance(network, Network):
-            _refuse(f"{what}: got {type(network).__name__}, expected a network of ctx.create_network")
-        if network.context is not self:
-            _refuse(f"{what}: the {network.role} is a network of another context")
-        if role == "actor" and network.role != role:
-            _refuse(f"{what}: a network that gives values can't act; create it with policy_head=True")
-        if role == "critic" and network.role != role:
-            _refuse(f"{what}: a network with a policy head gives no values; create one without")
 
     # What it does.
 
@@ -194,13 +184,11 @@ class HybridFlowContext:
 
         CheckpointError if the folder is in use.
         """
-        self._check_open("save")
-        self._program.save(Path(path))
+        self._open("save").save(Path(path))
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write all that going on exactly needs into a folder of its own in ``folder``; the newest two remain."""
-        self._check_open("save_checkpoint")
-        return self._program.save_checkpoint(Path(folder))
+        return self._open("save_checkpoint").save_checkpoint(Path(folder))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Go on where ``save_checkpoint`` was, in a program that has created the same and collected nothing yet."""
@@ -241,7 +229,7 @@ class HybridFlowContext:
 class Network:
     """A policy (``role`` "actor") or a value network (``role`` "critic"); ``number``: of the call that created it."""
 
-    context: HybridFlowContext
+    program: Program
     number: int
     role: NetworkRole
     net: NetConfig
@@ -255,16 +243,15 @@ class Network:
 class Sampler:
     """Environments of a program, which go on where they stood from one ``collect`` to the next."""
 
-    context: HybridFlowContext
+    program: Program
     number: int
     config: EnvironmentConfig
 
     def collect(self, actor: Network, steps: int) -> Batch:
         """``steps`` steps of all environments together, drawn from the ``actor``; a row is a piece of an episode."""
-        self.context._own("collect", actor, "actor")
+        _check_network(self.program, "collect", actor, "actor")
         _whole("collect: steps", steps, 1)
-        program, slots = self.context._program, np.arange(self.config.num_envs)
-        workers = program.workers
+        program, slots, workers = self.program, np.arange(self.config.num_envs), self.program.workers
         num_steps = steps // len(slots) + (slots < steps % len(slots))
         source = Batch({"slot": slots, "num_steps": num_steps})
         program.begin(source)
@@ -275,16 +262,16 @@ class Sampler:
     def evaluate(self, actor: Network, episodes: int = 100) -> Evaluation:
         """Mean return (``score``) of whole ``episodes`` in fresh environments under the policy's likeliest actions, with
         its 95 % confidence interval (``low``, ``high``)."""
-        self.context._own("evaluate", actor, "actor")
+        _check_network(self.program, "evaluate", actor, "actor")
         _whole("evaluate: episodes", episodes, 1)
-        return self.context._program.workers.parts.evaluated(episodes)
+        return self.program.workers.parts.evaluated(episodes)
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkOptimizer:
     """Moves the networks of the ``roles``."""
 
-    context: HybridFlowContext
+    program: Program
     number: int
     roles: tuple[NetworkRole, ...]
 
@@ -293,14 +280,14 @@ class NetworkOptimizer:
     ) -> None:
         """PPO: the actor by ``loss`` (ppo_clip, by default), on whitened advantages, and the critic by the clipped value
         loss, as ``algorithms/ppo.py`` does."""
-        self.context._own("update", actor, "actor")
-        self.context._own("update", critic, "critic")
+        program = self.program
+        _check_network(program, "update", actor, "actor")
+        _check_network(program, "update", critic, "critic")
         for network in (actor, critic):
             if network.role not in self.roles:
                 _refuse(f"update: the {network.role} isn't in this optimizer; name it in create_optimizer")
         batch = _joined(experiences, advantages)
-        loss = loss or POLICY_LOSS
-        program, workers = self.context._program, self.context._program.workers
+        loss, workers = loss or POLICY_LOSS, program.workers
         uses = {**actor.use, **critic.use, "optimizer state": self.number}
         told = f"actor by {loss.name}, critic by value_loss"
         with program.line("optimizer", "update", told, uses, tuple(uses.values())):
@@ -315,14 +302,32 @@ def compute_gae(experiences: Batch, critic: Network, gamma: float = 0.99, lam: f
     """
     if not isinstance(critic, Network):
         _refuse(f"compute_gae: got {type(critic).__name__}, expected a network of ctx.create_network")
-    critic.context._own("compute_gae", critic, "critic")
+    program = critic.program
+    _check_network(program, "compute_gae", critic, "critic")
     _check_columns("compute_gae: experiences", experiences, COLLECTED, "what sampler.collect gave")
     method = parse(PPOConfig, {"gamma": gamma, "lam": lam}, "compute_gae")
-    program = critic.context._program
     program.method = method
     with program.line("critic", "compute_gae", f"gamma={gamma}, lam={lam}", critic.use):
         batch = program.workers.critic.compute_values(experiences)
         return program.workers.estimator.compute(batch, gae.bind(gamma=gamma, lam=lam)).select(ESTIMATED)
+
+
+def _check_open(program: Program, what: str) -> None:
+    if program.closed:
+        _refuse(f"{what}: the context is closed; use it inside of its with block")
+
+
+def _check_network(program: Program, what: str, network: object, role: NetworkRole | None = None) -> None:
+    """UserError if it is no network of the program, or not one for this role."""
+    _check_open(program, what)
+    if not isinstance(network, Network):
+        _refuse(f"{what}: got {type(network).__name__}, expected a network of ctx.create_network")
+    if network.program is not program:
+        _refuse(f"{what}: the {network.role} is a network of another context")
+    if role == "actor" != network.role:
+        _refuse(f"{what}: a network that gives values can't act; create it with policy_head=True")
+    if role == "critic" != network.role:
+        _refuse(f"{what}: a network with a policy head gives no values; create one without")
 
 
 def _joined(experiences: Batch, advantages: Batch) -> Batch:
