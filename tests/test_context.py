@@ -23,6 +23,7 @@ from hybridflow.context_graph import Graphs
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import UserError
 from hybridflow.data.envs import EnvironmentConfig
+from hybridflow.ops.advantages import gae
 from hybridflow.ops.losses import reinforce
 from hybridflow.policy import Policy
 
@@ -225,8 +226,8 @@ def test_the_levels_are_plain_data_and_say_what_ran() -> None:
         "actor.update",
     ]
     assert [len(execution.ran(call)) for call in execution.calls] == [0, *[1] * 6]
-    [gae, whiten] = [execution.ran(call)[0] for call in execution.calls if call.verb == "compute"]
-    assert gae.start_s < whiten.start_s
+    [first_run, second_run] = [execution.ran(call)[0] for call in execution.calls if call.verb == "compute"]
+    assert first_run.start_s < second_run.start_s
     assert json.loads(json.dumps([asdict(level) for level in first]))
     assert [role.name for role in physical.roles] == ["critic", "actor", "sampler", "estimator"]
     assert "the sampler acts with the actor's own weights" in str(execution)
@@ -257,6 +258,18 @@ def test_what_a_program_makes_by_itself_has_no_writer() -> None:
         edges = {(edge.column, edge.writer, edge.reader) for edge in ctx.graph.logical.edges}
     assert ("rewards", 4, 5) not in edges and ("observations", 4, 5) in edges
     assert abs(advantages.ragged("returns").values).max() < 10
+
+
+def test_experiences_of_an_earlier_epoch_have_no_writer_either() -> None:
+    with HybridFlowContext() as ctx:
+        parts = Parts(ctx)
+        earlier = parts.sampler.collect(parts.actor, steps=64)
+        parts.sampler.collect(parts.actor, steps=32)
+        parts.optimizer.update(parts.actor, parts.critic, earlier, compute_gae(earlier, parts.critic))
+        graph = ctx.graph.logical
+    assert [(call.verb, call.tokens_in) for call in graph.calls[5:]] == [("compute_gae", 64), ("update", 64)]
+    assert not [edge for edge in graph.edges if edge.writer == 4]
+    assert {edge.bytes for edge in graph.edges if edge.column == "advantages"} == {64 * 4}
 
 
 def test_several_updates_in_an_epoch_follow_each_other() -> None:
@@ -299,6 +312,18 @@ def test_another_loss() -> None:
             assert ctx.graph.logical.calls[-1].function.startswith(f"actor by {'reinforce' if loss else 'ppo_clip'}")
     assert "clip_fraction" in found[0] and "clip_fraction" not in found[1]
     assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-5)  # on policy they are the same
+
+
+def test_advantages_are_those_of_the_estimator() -> None:
+    with HybridFlowContext() as ctx:
+        parts = Parts(ctx)
+        experiences = parts.sampler.collect(parts.actor, steps=64)
+        found = compute_gae(experiences, parts.critic, gamma=0.7, lam=0.2)
+        valued = parts.critic.program.workers.critic.compute_values(experiences)
+    expected = gae(valued, gamma=0.7, lam=0.2)
+    for name in ("advantages", "returns"):
+        np.testing.assert_array_equal(found.ragged(name).values, expected[name].values)
+    np.testing.assert_array_equal(found.ragged("values").values, valued.ragged("values").values)
 
 
 def test_metrics_and_the_line_tell_of_the_last_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,6 +457,8 @@ def test_after_the_end_everything_is_refused(tmp_path: Path) -> None:
     with HybridFlowContext() as ctx:
         parts = Parts(ctx)
         experiences = parts.epoch()
+        assert ctx._program.trace.roles.keys() == ctx._program.runtime.runtime.roles.keys()  # type: ignore[attr-defined]
+    assert not ctx._program.runtime.runtime.roles  # type: ignore[attr-defined]
     assert ctx.epoch == 1 and ctx.graph.logical.calls and ctx.metrics
     calls: list[Callable[[], object]] = [
         lambda: parts.sampler.collect(parts.actor, 8),
