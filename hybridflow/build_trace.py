@@ -34,7 +34,7 @@ from hybridflow.workers.optimizer import freeze, training_bytes
 from hybridflow.workers.parts import Lines
 from hybridflow.workers.zero import ShardMode, sharded_bytes
 
-__all__ = ["held", "place", "places_of", "trace", "traced"]
+__all__ = ["held", "place", "places_of", "trace", "traced", "workload"]
 
 
 def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
@@ -47,7 +47,7 @@ def trace(config: RunConfig, response_tokens: float | None = None) -> Graph:
 
 def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[TraceRuntime, Batch]:
     """The runtime of ``trace``, with the roles, and the rows that the step starts from."""
-    runtime = TraceRuntime(_workload(config, response_tokens))
+    runtime = TraceRuntime(workload(config, response_tokens))
     sizes_only = config.model_copy(update={"device": "meta"})
     parts = make_parts(sizes_only, runtime)
     makers = make_makers(sizes_only, parts, runtime)
@@ -67,7 +67,8 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
     return runtime, first
 
 
-def _workload(config: RunConfig, response_tokens: float | None) -> Workload:
+def workload(config: RunConfig, response_tokens: float | None = None) -> Workload:
+    """What the trace of a run assumes."""
     if config.environment is not None:
         spaces, seats = spaces_of(config.environment), 1
         types = {**entry_types(spaces), "memory": np.dtype((np.float32, (memory_size(spaces[0], config.actor.net),)))}

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import numpy as np
 from rich.console import Console
@@ -45,7 +45,7 @@ from hybridflow.workers.optimizer import OptimizerConfig
 
 __all__ = ["HybridFlowContext", "Network", "NetworkOptimizer", "Sampler", "compute_gae"]
 
-NETWORKS = ("MLP",)
+NETWORKS = tuple(kind.upper() for kind in get_args(NetConfig.model_fields["kind"].annotation))
 OPTIMIZERS: dict[str, dict[str, float]] = {"Adam": {}, "AdamW": {"weight_decay": 0.01}}
 RUNTIMES = ("local", "ray")
 DEVICES = ("auto", "cpu", "cuda")
@@ -97,11 +97,12 @@ class HybridFlowContext:
     def create_network(self, kind: str, sizes: Sequence[int], policy_head: bool = False, **options: Any) -> Network:
         """A network with hidden layers of these ``sizes``, that gives values, or with ``policy_head`` actions.
 
-        ``options``: keys of ``[actor.net]``, such as ``activation`` and ``normalise``.
+        ``kind``: "MLP", "CNN" (images), "GRU", "LSTM" or "attention" (the last layer is a memory). ``options``: further
+        keys of ``[actor.net]``, such as ``activation`` and ``normalise``.
         """
         program = self._creating("create_network")
         role: NetworkRole = "actor" if policy_head else "critic"
-        _among("create_network: kind", kind, NETWORKS)
+        _among("create_network: kind", str(kind).upper(), NETWORKS)
         for size in sizes:
             _whole("create_network: a size", size, 1)
         if role in program.networks:
@@ -109,7 +110,8 @@ class HybridFlowContext:
             _refuse(f"create_network: this context has a network {head}; use it, or another HybridFlowContext")
         if "hidden" in options:
             _refuse("create_network: hidden is what the sizes say; leave it out")
-        net = program.networks[role] = parse(NetConfig, {"hidden": tuple(sizes), **options}, "create_network")
+        given = {"kind": kind.lower(), "hidden": tuple(sizes), **options}
+        net = program.networks[role] = parse(NetConfig, given, "create_network")
         return Network(program, program.create("create_network", f"{role}, {kind} {'-'.join(map(str, sizes))}"), role, net)
 
     def create_optimizer(

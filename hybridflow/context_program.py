@@ -19,19 +19,19 @@ from hybridflow import checkpoint
 from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.build import make_makers, make_parts, make_runtime
 from hybridflow.build_environment import EnvironmentParts
-from hybridflow.build_trace import place
+from hybridflow.build_trace import place, workload
 from hybridflow.config import CheckpointConfig, RunConfig, resolved, validate
 from hybridflow.context_graph import ExecutionPlan, Graphs, Line, PhysicalGraph, contracted, shards_of
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.controller.recording_runtime import RecordingRuntime
-from hybridflow.controller.trace_runtime import TraceRuntime, Workload
+from hybridflow.controller.trace_runtime import TraceRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import UserError
 from hybridflow.core.graph import Call, Graph
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.resident import MemoryMeter
 from hybridflow.core.roles import Estimator, Runtime
-from hybridflow.data.envs import EnvironmentConfig, entry_types, spaces_of
+from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.hooks import describe
 from hybridflow.models.nets import NetConfig
 from hybridflow.telemetry.graph_tables import memory
@@ -151,8 +151,7 @@ class Program:
     def workers(self) -> Workers:
         """Built when first asked for. What the spaces of the environment don't fit is told before any process starts."""
         config = self.config()
-        assert config.environment is not None, "given"
-        self.trace = TraceRuntime(Workload(0.0, entry_types(spaces_of(config.environment))))
+        self.trace = TraceRuntime(workload(config))
         self._make(config.model_copy(update={"device": "meta"}), self.trace)
         place(self.trace, config)
         with ExitStack() as running:
@@ -288,7 +287,8 @@ def cores() -> int:
 def fused(config: RunConfig) -> list[str]:
     """What runs as one where several operations are written."""
     nets = {"actor": config.actor.net, "critic": config.critic.net}
-    one_node = [role for role, net in nets.items() if net.activation == "relu" or config.torch_device.type == "cpu"]
+    plain = {role: net.activation for role, net in nets.items() if net.kind == "mlp"}
+    one_node = [role for role, activation in plain.items() if activation == "relu" or config.torch_device.type == "cpu"]
     facts = ["the policy sees all environments of a process in one forward"]
     facts += [f"all layers of the MLP are one node of autograd: {', '.join(one_node)}"] if one_node else []
     return [*facts, "Adam moves all parameters of a network in one kernel: actor, critic"]

@@ -81,11 +81,11 @@ def test_the_readme_and_the_page_show_this_program() -> None:
 class Parts:
     """A small program."""
 
-    def __init__(self, ctx: HybridFlowContext, *, head: str = "MLP", **update: Any) -> None:
+    def __init__(self, ctx: HybridFlowContext, *, kind: str = "MLP", **update: Any) -> None:
         self.ctx = ctx
         self.sampler = ctx.create_sampler(CARTPOLE)
-        self.critic = ctx.create_network(head, [16])
-        self.actor = ctx.create_network(head, [16], policy_head=True)
+        self.critic = ctx.create_network(kind, [16])
+        self.actor = ctx.create_network(kind, [16], policy_head=True)
         self.optimizer = ctx.create_optimizer(
             "Adam", [self.actor, self.critic], **{"epochs": 2, "minibatches": 2, **update}
         )
@@ -163,8 +163,9 @@ def test_ray_with_two_environment_workers_gives_the_same(ray_cluster: None, tmp_
             parts = Parts(ctx)
             batches = [parts.epoch(), parts.epoch()]
             saved = weights(ctx, tmp_path / runtime)
-            metrics = {k: v for k, v in ctx.metrics.items() if not k.startswith(OF_RAY)}
-            found[runtime] = batches, saved, metrics, ctx.graph
+            parts.epoch()
+        metrics = {k: v for k, v in ctx.metrics.items() if not k.startswith(OF_RAY)}
+        found[runtime] = batches, saved, metrics, ctx.graph
     (local, local_weights, local_metrics, one), (ray, ray_weights, ray_metrics, other) = found.values()
     for mine, theirs in zip(local, ray, strict=True):
         assert mine.columns.keys() == theirs.columns.keys()
@@ -346,6 +347,18 @@ def test_steps_that_environments_can_t_share_evenly() -> None:
         assert [shard.steps for shard in ctx.graph.physical.shards] == [3]
 
 
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "attention"])
+def test_networks_with_a_memory(kind: str, tmp_path: Path) -> None:
+    with HybridFlowContext() as ctx:
+        parts = Parts(ctx, kind=kind)
+        parts.epoch()
+        assert "memory" in parts.epoch() and parts.sampler.evaluate(parts.actor, 2).count == 2
+        passing = {edge.column for edge in ctx.graph.logical.edges if edge.reader == 6}
+        assert "memory" in passing and not any("autograd" in fact for fact in ctx.graph.execution.fused)
+        ctx.save(tmp_path / "run")
+    assert f'kind = "{kind.lower()}"' in (tmp_path / "run" / "config.toml").read_text()
+
+
 def test_continuous_actions_and_a_typed_configuration() -> None:
     with HybridFlowContext() as ctx:
         sampler = ctx.create_sampler(EnvironmentConfig(id="Pendulum-v1", num_envs=2))
@@ -376,6 +389,8 @@ BEFORE: dict[str, tuple[Callable[[HybridFlowContext], object], str]] = {
     "unknown network": (lambda ctx: ctx.create_network("MPL", [8]), r"'MPL' is not known; did you mean 'MLP'\?"),
     "size of zero": (lambda ctx: ctx.create_network("MLP", [8, 0]), "a size: 0, expected a whole number of at least 1"),
     "size of a half": (lambda ctx: ctx.create_network("MLP", [8.5]), "a size: 8.5"),  # type: ignore[list-item]
+    "sizes twice": (lambda ctx: ctx.create_network("MLP", [8], hidden=[16]), "hidden is what the sizes say"),
+    "memory without width": (lambda ctx: ctx.create_network("GRU", []), "needs the width of its memory"),
     "unknown option": (lambda ctx: ctx.create_network("MLP", [8], activatoin="relu"), "did you mean activation"),
     "two policies": (
         lambda ctx: [ctx.create_network("MLP", [8], True), ctx.create_network("MLP", [8], True)],
