@@ -115,7 +115,8 @@ class EnvironmentParts:
         build = partial(critic_networks, space, column, self.config)
         net = self.config.critic.net
         columns = (column, *_remembered(net))
-        networks = Networks(build, "value", columns, _called(net), normalised=net.normalise and _has_scale(space))
+        normalised = (net.normalise and _has_scale(space)) or net.normalise_returns
+        networks = Networks(build, "value", columns, _called(net), normalised=normalised)
         return self.runtime.role(
             Role("critic", Learner, {"networks": networks, **self.config.learner_args(self.config.critic)})
         )

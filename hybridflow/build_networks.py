@@ -20,7 +20,8 @@ from hybridflow.models.agent_groups import GroupedPolicy
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
-from hybridflow.models.nets import CategoricalPolicy, make_policy, make_q, make_table, make_value
+from hybridflow.models.nets import CategoricalPolicy, make_policy, make_q, make_table
+from hybridflow.models.values import make_value
 from hybridflow.workers.learner import Trained
 
 __all__ = [

@@ -526,6 +526,10 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
         if getattr(config, name).net.normalise and config.replays:
             yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
     yield from _exploration_conflicts(config)
+    if config.actor.net.normalise_returns:
+        yield "actor.net.normalise_returns: a policy has no returns; set critic.net.normalise_returns"
+    if config.critic.net.normalise_returns and (config.replays or config.algorithm == "a3c"):
+        yield f"critic.net.normalise_returns: {config.algorithm} learns from no returns that its critic sees; leave it out"
     yield from _memory_conflicts(config)
     if config.critic.input == "state" and (environment is None or not environment.shared):
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'

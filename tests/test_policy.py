@@ -104,7 +104,7 @@ def test_it_acts_in_gymnasium(cartpole_run: Path) -> None:
     observation, _ = environment.reset(seed=1)
     for _ in range(5):
         observation, *_ = environment.step(acting.act(observation))
-    assert acting.network.features.normalise and float(acting.network.features.count) > 100
+    assert acting.network.features.normalise and float(acting.network.features.moments.count) > 100
 
 
 def test_what_is_no_policy_is_told(tmp_path: Path) -> None:

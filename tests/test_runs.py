@@ -136,7 +136,7 @@ ENVIRONMENTS = {
         environment__id="Pendulum-v1",
         environment__wrappers=[{"name": "FrameStackObservation", "stack_size": 2}],
         actor__net__normalise=True,
-        critic__net__normalise=True,
+        critic__net={"normalise": True, "normalise_returns": True},
     ),
     "ppo-lstm": with_keys(
         CARTPOLE,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hybridflow.models.nets import NetConfig
 
-__all__ = ["Convolutions", "Features", "kind_of", "make_features"]
+__all__ = ["Convolutions", "Features", "Moments", "kind_of", "make_features"]
 
 
 def kind_of(space: Space[Any]) -> str:
@@ -28,17 +28,50 @@ def kind_of(space: Space[Any]) -> str:
     return type(space).__name__
 
 
-class Features(nn.Module):
-    """Observations of a space as numbers: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot.
-
-    With ``normalise``, boxes get mean 0 and deviation 1 by ``mean``, ``squares`` (of what is off the mean) and ``count`` of
-    what was ``observe``d, and are cut at 10 deviations. These are buffers: they are saved, exported and published.
-    ``width``: of an observation. ``size``: of what becomes of it.
+class Moments(nn.Module):
+    """Mean and deviation of numbers [N, width] that were seen, as buffers: saved, exported and published. At each ``add``
+    what came before counts ``keep`` as much as until then. At first, a little of mean 0 and deviation 1 (as in Gymnasium).
     """
 
     mean: Tensor
     squares: Tensor
     count: Tensor
+
+    def __init__(self, width: int, keep: float = 1.0) -> None:
+        super().__init__()
+        self.keep = keep
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("squares", torch.full((width,), 1e-4, dtype=torch.float64))  # of what is off the mean
+        self.register_buffer("count", torch.full((), 1e-4, dtype=torch.float64))
+
+    @property
+    def variance(self) -> Tensor:
+        """[width]"""
+        return self.squares / self.count
+
+    @torch.no_grad()
+    def add(self, values: Tensor, total: Callable[[Tensor], Tensor]) -> None:
+        """Take ``values`` [N, width] into account (Chan, Golub and LeVeque 1979). ``total`` sums a tensor over all that
+        have some of them."""
+        off = values.double() - self.mean
+        sums = total(torch.cat([off.sum(0), (off**2).sum(0), off.new_tensor([len(off)])]))
+        width = len(self.mean)
+        sums, squares, count = sums[:width], sums[width:-1], sums[-1]
+        if count > 0:
+            self.squares *= self.keep
+            self.count *= self.keep
+            together = self.count + count
+            self.squares += squares - sums**2 / count * (1 - self.count / together)
+            self.mean += sums / together
+            self.count.copy_(together)
+
+
+class Features(nn.Module):
+    """Observations of a space as numbers: boxes are flattened (bytes scaled to [0, 1]), discrete ones become one-hot.
+
+    With ``normalise``, boxes get mean 0 and deviation 1, by the ``moments`` of what was ``observe``d, and are cut at 10.
+    ``width``: of an observation. ``size``: of what becomes of it.
+    """
 
     def __init__(self, space: Space[Any], normalise: bool = False) -> None:
         super().__init__()
@@ -54,10 +87,8 @@ class Features(nn.Module):
             raise DataError(f"observation space {space}: not supported; supported are Box and Discrete; {hint}")
         self.size = self.width
         self.normalise = normalise and not self.num_classes
-        if self.normalise:  # the prior of Gymnasium: a little of mean 0 and deviation 1
-            self.register_buffer("mean", torch.zeros(self.width, dtype=torch.float64))
-            self.register_buffer("squares", torch.full((self.width,), 1e-4, dtype=torch.float64))
-            self.register_buffer("count", torch.full((), 1e-4, dtype=torch.float64))
+        if self.normalise:
+            self.moments = Moments(self.width)
 
     def forward(self, observations: Tensor) -> Tensor:
         """[B, ...] observations -> [B, size]"""
@@ -69,22 +100,13 @@ class Features(nn.Module):
             return F.one_hot(observations.long() - self.start, self.num_classes).float()
         features = observations.reshape(observations.shape[0], self.width).float()
         if self.normalise:
-            scale = (self.squares / self.count + 1e-8).rsqrt()
-            return ((features - self.mean.float()) * scale.float()).clip(-10, 10)
+            scale = (self.moments.variance + 1e-8).rsqrt()
+            return ((features - self.moments.mean.float()) * scale.float()).clip(-10, 10)
         return features / 255 if observations.dtype == torch.uint8 else features
 
-    @torch.no_grad()
     def observe(self, observations: Tensor, total: Callable[[Tensor], Tensor]) -> None:
-        """Take [N, ...] observations into account (Chan, Golub and LeVeque 1979). ``total`` sums a tensor over all that
-        have some of them."""
-        off = observations.reshape(len(observations), self.width).double() - self.mean
-        sums = total(torch.cat([off.sum(0), (off**2).sum(0), off.new_tensor([len(off)])]))
-        sums, squares, count = sums[: self.width], sums[self.width : -1], sums[-1]
-        if count > 0:
-            together = self.count + count
-            self.squares += squares - sums**2 / count * (1 - self.count / together)
-            self.mean += sums / together
-            self.count.copy_(together)
+        """Take [N, ...] observations into account. ``total`` sums a tensor over all that have some of them."""
+        self.moments.add(observations.reshape(len(observations), self.width), total)
 
 
 def make_features(space: Space[Any], config: NetConfig, generator: torch.Generator) -> Features:

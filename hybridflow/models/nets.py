@@ -41,12 +41,10 @@ __all__ = [
     "ObservationNet",
     "QNet",
     "QTable",
-    "ValueNet",
     "joined",
     "make_policy",
     "make_q",
     "make_table",
-    "make_value",
 ]
 
 
@@ -66,6 +64,8 @@ class NetConfig(Config):
     """between the layers"""
     normalise: bool = False
     """observations to mean 0 and deviation 1, as they were in all that was learned from; for methods without a replay"""
+    normalise_returns: bool = False
+    """of a critic: it learns returns of mean 0 and deviation 1, whatever the rewards' size; for methods without a replay"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -304,52 +304,6 @@ class GaussianPolicy(ObservationNet):
         return Gaussian(mean, self.log_std.expand_as(mean))
 
 
-class ValueNet(ObservationNet):
-    """The value of a state, by ``column``: "observations", or "states" for a critic of several agents.
-
-    With a memory, which is another one than the policy's, it begins each piece with what it reads from the policy's there:
-    ``policy_memory_size`` numbers, by a linear map that is learned. A policy's memory says what it will do, so a value is a
-    function of it anyway.
-    """
-
-    def __init__(
-        self,
-        space: Space[Any],
-        config: NetConfig,
-        generator: torch.Generator,
-        column: str = "observations",
-        policy_memory_size: int = 0,
-    ) -> None:
-        super().__init__(space, 1, 1.0, config, generator)
-        self.inputs = (column, "memory") if self.memory_size else (column,)
-        self.reading: nn.Linear | None = None
-        if self.memory_size and config.kind != "attention":  # whose memory, past observations, is the same for all
-            reading = nn.Linear(policy_memory_size, self.memory_size, bias=False, device="meta").to_empty(device="cpu")
-            nn.init.orthogonal_(reading.weight, 1.0, generator)
-            self.reading = reading
-
-    def unroll(self, observations: Tensor, memory: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-        """As above, with the policy's ``memory`` [R, policy_memory_size]."""
-        begun = memory if self.reading is None else self.reading(memory)
-        return super().unroll(observations, begun, lengths)
-
-    def outputs(self, columns: Mapping[str, Tensor] | Batch) -> dict[str, Tensor]:
-        """``values`` [N] over the action steps."""
-        return {"values": self.learned(columns)[:, 0]}
-
-    def bootstrap(self, batch: Batch) -> Tensor:
-        """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""
-        final = self._tensor(batch[f"final_{self.inputs[0]}"])
-        if not self.memory_size:
-            return self.forward(final)[:, 0]
-        observed = batch.ragged(self.inputs[0])
-        ends, number = np.cumsum(observed.lengths), np.arange(len(final))
-        steps = torch.cat([self._tensor(observed.values), final])
-        order = np.insert(np.arange(len(observed.values)), ends, len(observed.values) + number)
-        values = self.unroll(steps[self._tensor(order)], self._tensor(batch["memory"]), observed.lengths + 1)
-        return values[self._tensor(ends + number), 0]
-
-
 class QNet(ObservationNet):
     """The value of each of K discrete actions: forward(observations [B, ...]) -> [B, K]."""
 
@@ -396,17 +350,6 @@ def make_policy(
         return GaussianPolicy(observation_space, action_space.shape, config, generator)
     number = _num_actions(action_space, "Box, Discrete and MultiDiscrete")
     return CategoricalPolicy(observation_space, number, 0.01, config, generator)
-
-
-def make_value(
-    space: Space[Any],
-    config: NetConfig,
-    generator: torch.Generator,
-    column: str = "observations",
-    policy_memory_size: int = 0,
-) -> ValueNet:
-    """A value network on a ``column`` of the space; DataError if it is not supported."""
-    return ValueNet(space, config, generator, column, policy_memory_size)
 
 
 def make_q(observation_space: Space[Any], action_space: Space[Any], config: NetConfig, generator: torch.Generator) -> QNet:

@@ -247,19 +247,21 @@ def reinforce(
 def value_loss(outputs: Tensors, columns: Tensors, clip: float | None = None) -> Loss:
     """½ max((V - R)², (clip(V, V_old ± clip) - R)²); plain ½ (V - R)² without ``clip``.
 
-    Metrics: ``values``, ``value_error`` (|V - R|) and, with ``clip``, ``value_clipped``.
+    With the output ``value_scale``, errors and ``clip`` are in such units. Metrics: ``values``, ``value_error`` (|V - R|)
+    and, with ``clip``, ``value_clipped``.
     """
-    values, returns = outputs["values"], columns["returns"]
+    values, returns, scale = outputs["values"], columns["returns"], outputs.get("value_scale")
     errors = values - returns
     terms = 0.5 * (errors * errors)  # a power's backward pass takes longer
     metrics = {"values": values.detach(), "value_error": errors.detach().abs()}
     if clip is not None:
-        near = values.clip(columns["values"] - clip, columns["values"] + clip)
+        within = clip if scale is None else clip * scale
+        near = values.clip(columns["values"] - within, columns["values"] + within)
         off = near - returns
         bounded = 0.5 * (off * off)
         metrics["value_clipped"] = (bounded > terms).float()
         terms = torch.maximum(terms, bounded)
-    return Loss(terms, metrics)
+    return Loss(terms if scale is None else terms / (scale * scale), metrics)
 
 
 @columns(reads=())

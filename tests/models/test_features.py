@@ -8,7 +8,8 @@ from gymnasium import spaces
 from hybridflow.core.errors import DataError
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP
 from hybridflow.models.features import Convolutions
-from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
+from hybridflow.models.nets import NetConfig, make_policy, make_q
+from hybridflow.models.values import make_value
 
 CNN = NetConfig(kind="cnn", hidden=(16,))
 

@@ -15,7 +15,8 @@ from hybridflow.core.errors import ContractError
 from hybridflow.models.continuous import SquashedGaussianPolicy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
-from hybridflow.models.nets import CategoricalPolicy, GaussianPolicy, NetConfig, make_policy, make_value
+from hybridflow.models.nets import CategoricalPolicy, GaussianPolicy, NetConfig, make_policy
+from hybridflow.models.values import make_value
 
 KINDS = ("gru", "lstm", "attention")
 SPACES = {

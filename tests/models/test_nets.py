@@ -12,7 +12,8 @@ from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.layers import MLP
-from hybridflow.models.nets import Categorical, Gaussian, NetConfig, joined, make_policy, make_q, make_value
+from hybridflow.models.nets import Categorical, Gaussian, NetConfig, joined, make_policy, make_q
+from hybridflow.models.values import make_value
 from hybridflow.workers.units import action_columns
 
 seen = partial(action_columns, device=torch.device("cpu"))
@@ -231,7 +232,7 @@ def test_statistics_of_parts_are_those_of_the_whole():
     part_of.observe(seen[4:], lambda x: other.append(x) or x)
     part.observe(seen[:4], lambda x: x + other[0])
     for name in ("mean", "squares", "count"):
-        torch.testing.assert_close(getattr(part, name), getattr(whole, name))
-    assert {"features.mean", "features.squares", "features.count"} <= dict(
+        torch.testing.assert_close(getattr(part.moments, name), getattr(whole.moments, name))
+    assert {"features.moments.mean", "features.moments.squares", "features.moments.count"} <= dict(
         make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).named_buffers()
     ).keys()

@@ -27,8 +27,9 @@ from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import Fn, WorkerContext
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.memory import memory_size
-from hybridflow.models.nets import NetConfig, make_policy, make_q, make_value
+from hybridflow.models.nets import NetConfig, make_policy, make_q
 from hybridflow.models.policy import TextCritic, TextPolicy
+from hybridflow.models.values import make_value
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.ops.preference import dpo
 from hybridflow.ops.td import dqn_loss
@@ -152,6 +153,20 @@ def remembered(net: NetConfig) -> Batch:
     return made.with_columns(memory=drawn)
 
 
+def value_networks() -> Networks:
+    net = NetConfig(hidden=(16,), normalise=True, normalise_returns=True)
+    build = lambda: {"value": make_value(BOX, net, torch_generator(0, "net"))}  # noqa: E731
+    return Networks(build, "value", ("observations",), normalised=True)
+
+
+def valued() -> Batch:
+    """Pieces of episodes whose returns are far from zero."""
+    made = pieces([5, 1, 9, 3])
+    drawn = 300 + 50 * np.random.default_rng(1).normal(size=18).astype(np.float32)
+    like = made.ragged("rewards").like
+    return made.with_columns(returns=like(drawn), values=like(drawn - 20))
+
+
 class Case(NamedTuple):
     networks: Callable[[], Networks]
     data: Callable[[], Batch]
@@ -175,6 +190,7 @@ CASES = {
         kind: Case(partial(net_networks, "policy", net=remembering(kind)), partial(remembered, remembering(kind)), PPO)
         for kind in ("gru", "lstm", "attention")
     },
+    "normalised returns": Case(value_networks, valued, value_loss.bind(clip=0.2)),
     "one unit": Case(partial(text_networks, TextPolicy), partial(batch, 1), PPO),
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),
     "bfloat16": Case(partial(text_networks, TextPolicy, torch.bfloat16), uneven, PPO, sgd=False),
@@ -231,7 +247,7 @@ def test_metrics_are_those_of_one_process(results: list[Results], case: str, blo
     alone, together = merged(on(results, case, 1)), merged(on(results, case, blocks))
     assert together == pytest.approx(alone, rel=1e-6, abs=3e-7)  # means of numbers of size 1 that cancel
     assert {"loss", "grad_norm", "learning_rate"} <= alone.keys()
-    policy = case not in ("value", "dqn", "draws", "dpo", "several networks")
+    policy = case not in ("value", "normalised returns", "dqn", "draws", "dpo", "several networks")
     assert policy == (0 < alone.get("effective_samples", 0) < 1) == (alone.get("mismatch_max", 0) > 0)
 
 
