@@ -17,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridflow.build_networks import actor_networks, main_network
+from hybridflow.build_networks import WEIGHTS, actor_networks, main_network
 from hybridflow.commands.evaluate import run_config
 from hybridflow.config import RunConfig
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import DataError, ModelError
-from hybridflow.data.envs import EVALUATION, EnvironmentConfig, Slot, spaces_of
+from hybridflow.data.agents import SharedSlot, agents_of
+from hybridflow.data.envs import EVALUATION, EnvironmentConfig, Slot, entry_types, spaces_of
+from hybridflow.models.exported import read_policy
+from hybridflow.telemetry.rundir import RunDirectory
 
 __all__ = ["Acting", "Moment", "Policy"]
 
@@ -73,12 +76,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """``network`` acts in ``environment``, which has ``spaces`` of observations and actions; ``config`` is its run's."""
+    """``network``, after ``version`` updates, acts in ``environment``, which has ``spaces`` of observations and actions;
+    ``config`` is its run's."""
 
     network: Any
     environment: EnvironmentConfig
     spaces: tuple[Any, Any]
     config: RunConfig
+    version: int
 
     @classmethod
     def load(cls, run: Path, overrides: Sequence[str] = ()) -> Policy:
@@ -91,7 +96,9 @@ class Policy:
         environment = config.environment.with_options(config.evaluation.options)
         spaces = spaces_of(environment)
         network = actor_networks(spaces, config)[main_network(config)].eval().requires_grad_(False)
-        return cls(network, environment, spaces, config)
+        weights, version = read_policy(RunDirectory(run).model / WEIGHTS)
+        network.load_state_dict(weights)  # once more: a training may have replaced the file
+        return cls(network, environment, spaces, config, version)
 
     @cached_property
     def acting(self) -> Acting:
@@ -104,9 +111,7 @@ class Policy:
         DataError if shape or type don't fit the space of observations, or if the policy has a memory: see ``step``.
         """
         if self.memory_size:
-            raise DataError(
-                "this policy remembers: call step(observation, memory), with None for the memory at first"
-            )
+            raise DataError("this policy remembers: call step(observation, memory), with None for the memory at first")
         seen = self._checked(np.asarray(observations))
         one = seen.shape == (self.spaces[0].shape or ())
         with torch.inference_mode():
@@ -142,8 +147,12 @@ class Policy:
 
     def episode(self, number: int, options: Mapping[str, Any] | None = None) -> Iterator[Moment]:
         """Play episode ``number`` of the run's evaluations, with further ``options`` of the environment: its moments, from
-        the first observation to the last."""
-        slot = Slot(self.environment.with_options(options or {}), self.config.seed, number, EVALUATION)
+        the first observation to the last. Of several agents observations are [A, ...], and returns are those of all."""
+        config = self.environment.with_options(options or {})
+        if config.shared:
+            yield from self._shared_episode(SharedSlot(config, self.config.seed, number, agents_of(config), EVALUATION))
+            return
+        slot = Slot(config, self.config.seed, number, EVALUATION)
         moment, memory = Moment(slot.environment, slot.observation, 0.0, 0, False), None
         try:
             yield moment
@@ -153,5 +162,21 @@ class Policy:
                 total, ended = moment.episode_return + float(reward), bool(terminated or truncated)
                 moment = Moment(slot.environment, np.array(observation), total, moment.num_steps + 1, ended)
                 yield moment
+        finally:
+            slot.close()
+
+    @torch.no_grad()
+    def _shared_episode(self, slot: SharedSlot) -> Iterator[Moment]:
+        """Those who are there act, by actions that are numbered from 0."""
+        memory = torch.zeros(len(slot.present), self.memory_size)
+        actions = np.zeros((len(slot.present), *(self.spaces[1].shape or ())), entry_types(self.spaces)["actions"].base)
+        try:
+            yield Moment(slot.environment, slot.observation, 0.0, 0, False)
+            while (there := slot.present).any():
+                distribution, memory[there] = self.network.step(torch.from_numpy(slot.observation[there]), memory[there])
+                actions[there] = distribution.mode.numpy()
+                slot.step(actions)
+                ended = not slot.present.any()
+                yield Moment(slot.environment, slot.observation, float(slot.returns.sum()), slot.num_steps, ended)
         finally:
             slot.close()

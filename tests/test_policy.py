@@ -33,7 +33,7 @@ def policy(observed: Any = SEEN, done: Any = None, seed: int = 0, **net: Any) ->
     for parameter in network.parameters():
         parameter.data.mul_(4)  # first actions would all be nearly equal
     config = validate(with_keys(CARTPOLE, run_dir="unused"), "test")
-    return Policy(network.eval().requires_grad_(False), EnvironmentConfig(id="CartPole-v1"), (observed, done), config)
+    return Policy(network.eval().requires_grad_(False), EnvironmentConfig(id="CartPole-v1"), (observed, done), config, 0)
 
 
 ACTIONS = [

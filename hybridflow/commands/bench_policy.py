@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.commands.export import needs_onnx, run_onnx, write_onnx
+from hybridflow.commands.export import needs_onnx, one_agent, run_onnx, write_onnx
 from hybridflow.core.batch import Array
 from hybridflow.policy import Policy
 from hybridflow.telemetry.records import to_json
@@ -48,7 +48,7 @@ class Latency:
 def bench_policy(run: Path, budget_ms: float, steps: int, as_json: bool) -> int:
     """Measure what ``run`` has trained on one thread, in torch and (if it is installed) ONNX Runtime; the exit code: 1 if
     the 99.9th percentile of any of them is over the budget."""
-    policy = Policy.load(run)
+    policy = one_agent(run)
     observations = [moment.observation for moment in islice(policy.episode(0), MOST_OBSERVATIONS)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_parts
+from hybridflow.build_networks import WEIGHTS
 from hybridflow.build_pairs import PairParts
 from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.config import apply_overrides, read_toml
 from hybridflow.core.errors import ModelError, UserError
+from hybridflow.models.exported import read_policy
 from hybridflow.telemetry.records import to_json
 from hybridflow.telemetry.result import write_result
 from hybridflow.telemetry.rundir import RunDirectory
@@ -39,13 +41,17 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool, episodes: in
     finally:
         runtime.stop()
     record = {key: value for key, value in asdict(result).items() if key != "others"} | dict(result.others)
+    if source.is_dir() and config.environment is not None:
+        record["policy_version"] = read_policy(RunDirectory(source).model / WEIGHTS).version
     if source.is_dir():
         write_result(source, {"evaluation": record})
     if as_json:
         print(to_json(record))
     else:
         score = "score" if config.environment is None else "mean return"
-        others = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in result.others.items())
+        told = {name.replace("_", " "): f"{value:.3f}" for name, value in result.others.items()}
+        told |= {"policy version": f"{record['policy_version']}"} if "policy_version" in record else {}
+        others = "".join(f", {name} {value}" for name, value in told.items())
         known = math.isfinite(result.low)  # one alone tells nothing of others
         interval = f", 95 % confidence [{result.low:.3f}, {result.high:.3f}]" if known else ""
         print(f"{score} {result.score:.3f}{interval}, n {result.count}{others}")
@@ -55,7 +61,8 @@ def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     """The run's own configuration, with the model that it exported. CheckpointError: no run; ModelError: no model yet."""
     data = read_toml(RunDirectory.open(run).config)
     if not (run / "model").is_dir():
-        raise ModelError(f"{run}: no exported model; give a run that has finished, or a configuration file")
+        fix = "give a run that has finished, or that exports every so many steps (checkpoint.export_every)"
+        raise ModelError(f"{run}: no exported model; {fix}, or a configuration file")
     if (
         ALGORITHMS[data["algorithm"]].records == "pairs"
     ):  # the reference is the actor's first model; see PairParts.start_from

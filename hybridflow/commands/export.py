@@ -29,10 +29,8 @@ from hybridflow.models.layers import MLP
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import QNet
 from hybridflow.policy import Acting, Policy
-from hybridflow.telemetry.records import read_records
-from hybridflow.telemetry.rundir import RunDirectory
 
-__all__ = ["Check", "Step", "export", "needs_onnx", "run_onnx", "write_onnx"]
+__all__ = ["Check", "Step", "export", "needs_onnx", "one_agent", "run_onnx", "write_onnx"]
 
 Step = Callable[[Array, Array], tuple[Array, Array]]
 """(observations [B, ...], memory [B, M]) -> (actions [B, ...], the memory afterwards)"""
@@ -70,16 +68,22 @@ def export(run: Path, file: Path) -> None:
     needs_onnx("export")
     if file.suffix != ".onnx":
         raise UserError(f"{file}: expected a name that ends in .onnx")
-    policy = Policy.load(run)
-    if policy.environment.shared:
-        raise ModelError(f"{run}: a run of several agents in {policy.environment.id!r}; export takes policies of one agent")
+    policy = one_agent(run)
     with tempfile.TemporaryDirectory(dir=file.parent if file.parent.is_dir() else None, prefix=".onnx-") as folder:
         made = Path(folder) / file.name
-        write_onnx(policy, made, _metadata(run, policy))
+        write_onnx(policy, made, _metadata(policy))
         check = _checked(policy, run_onnx(made))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(made.read_bytes())
     print(f"{file}: {file.stat().st_size} bytes, checked on {check}")
+
+
+def one_agent(run: Path) -> Policy:
+    """What a run has trained. ModelError: it is of several agents."""
+    policy = Policy.load(run)
+    if policy.environment.shared:
+        raise ModelError(f"{run}: a run of several agents in {policy.environment.id!r}; expected one of one agent")
+    return policy
 
 
 def needs_onnx(command: str) -> None:
@@ -147,20 +151,17 @@ def run_onnx(file: Path) -> Step:
     return run
 
 
-def _metadata(run: Path, policy: Policy) -> dict[str, str]:
+def _metadata(policy: Policy) -> dict[str, str]:
     """What the file tells of itself."""
     observed, done = policy.spaces
-    told = {
+    return {
         "environment": policy.environment.id,
         "algorithm": policy.config.algorithm,
         "observation_space": str(observed),
         "action_space": str(done),
+        "policy_version": str(policy.version),
         "hybridflow_version": version("hybridflow"),
     }
-    versions = [
-        record["policy_version"] for record in read_records(RunDirectory(run).metrics) if "policy_version" in record
-    ]
-    return {**told, "policy_version": str(int(versions[-1]))} if versions else told
 
 
 def _checked(policy: Policy, run: Step) -> Check:

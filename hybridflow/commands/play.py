@@ -25,6 +25,7 @@ from rich.text import Text
 
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import DataError, UserError
+from hybridflow.data.agents import make_parallel
 from hybridflow.data.envs import make_environment
 from hybridflow.policy import Policy
 
@@ -63,7 +64,7 @@ class _Show:
     def __init__(self, policy: Policy, episodes: range) -> None:
         self.policy, self.episodes = policy, episodes
         self.played: list[tuple[float, int]] = []
-        environment = make_environment(policy.environment)
+        environment = (make_parallel if policy.environment.shared else make_environment)(policy.environment)
         self.metadata: Mapping[str, Any] = environment.metadata
         environment.close()
 

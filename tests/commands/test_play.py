@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +123,19 @@ def test_episodes_can_be_chosen(lake: Path, hybridflow: Program) -> None:
     three = returns("--episodes", 3)
     assert len({line.split(":")[1] for line in three}) > 1
     assert returns("--first", 1, "--episodes", 2) == three[1:] and returns("--seed", 7, "--episodes", 3) != three
+
+
+def test_several_agents_are_shown(runs: Callable[..., Path], hybridflow: Program, tmp_path: Path) -> None:
+    run, file = runs("pettingzoo:mpe2.simple_spread_v3"), tmp_path / "spread.gif"
+    outcome = hybridflow("play", run, "--video", file, "--episodes", 2)
+    found = re.findall(r"episode \d: return (\S+), 25 steps", outcome.out)
+    record = json.loads(hybridflow("eval", run, "--episodes", 2, "--json").out)
+    assert len(found) == 2 and np.isclose(np.mean([float(value) for value in found]), record["score"], rtol=1e-5)
+    with Image.open(file) as image:
+        assert image.n_frames > 10
+    for command in ("export", run, tmp_path / "x.onnx"), ("bench-policy", run):
+        told = hybridflow(*command)
+        assert told.code == 2 and told.err.count("\n") == 1 and "a run of several agents in 'pettingzoo:mpe2" in told.err
 
 
 def test_text_is_shown_as_it_is(lake: Path, hybridflow: Program, monkeypatch: pytest.MonkeyPatch) -> None:
