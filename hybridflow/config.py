@@ -533,8 +533,8 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
     yield from _memory_conflicts(config)
     if config.critic.input == "state" and (environment is None or not environment.shared):
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
-    if config.critic.input == "state" and (config.replays or config.algorithm == "a3c"):
-        yield f'critic.input = "state": {config.algorithm} learns from observations alone; leave it out, or use ppo or a2c'
+    if config.critic.input == "state" and config.replays:
+        yield f'critic.input = "state": {config.algorithm} replays no states; leave it out'
     if environment is not None:
         yield from _worker_conflicts(config, environment)
     if config.algorithm == "q_learning" and environment is not None and environment.steps_per_rollout > 1:

@@ -41,6 +41,16 @@ def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str)
     assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_agents_learn_to_speak_and_to_listen(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Agents at random get -78, and -63 who stand still (benchmarks/random_agents.py)."""
+    other = ("--environment.id", "pettingzoo:mpe2.simple_speaker_listener_v4", "--train.steps", "30")
+    example = EXAMPLES / "mappo_simple_spread.toml"
+    assert hybridflow("train", example, "--run_dir", tmp_path / "run", *other).code == 0
+    assert last_evaluation(tmp_path / "run")["eval/low"] > -50
+
+
 @pytest.mark.parametrize(("name", "steps"), [("sac", 250), ("td3", 400), ("ddpg", 300)])
 @pytest.mark.timeout(300)
 @pytest.mark.slow

@@ -34,12 +34,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "ppo-lstm": ENVIRONMENTS["ppo-lstm"],
     "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
     "sac-pendulum": ENVIRONMENTS["sac-pendulum"],
+    "agents": ENVIRONMENTS["agents"],
     **{
         f"{name}, one env worker": with_keys(ENVIRONMENTS[data], environment__workers=1)
         for name, data in (("a3c", "a3c-cartpole"), ("impala", "impala-workers"), ("dqn", "dqn-workers"))
     },
 }
-ALSO = ("impala, one env worker", "dqn, one env worker")
+ALSO = ("agents", "impala, one env worker", "dqn, one env worker")
 APART = {"train": 1, "rest": 1}
 
 
@@ -77,7 +78,7 @@ def test_worker_processes_learn_bit_for_bit_what_one_process_learns(name: str, t
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["ppo", "safe-rlhf", "ppo-cartpole"])
+@pytest.mark.parametrize("name", ["ppo", "safe-rlhf", "ppo-cartpole", "agents"])
 @pytest.mark.slow
 def test_several_workers_of_each_role_change_the_last_digits_alone(name: str, tmp_path: Path) -> None:
     """Of the first optimizer step: AdamW, whose steps have one size whatever the gradient's, makes more of them."""
