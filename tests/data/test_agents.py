@@ -283,7 +283,7 @@ def test_agents_learn_by_every_method_without_replay(algorithm, hybridflow, tmp_
     policy = Policy.load(tmp_path / "run")
     fresh = actor_networks(policy.spaces, validate(data, "test"))["policy"]
     for trained, before in zip(policy.network.networks, fresh.networks, strict=True):
-        assert trained.features.count > 1
+        assert trained.features.moments.count > 1
         moved = [bool((a != b).any()) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
         assert all(moved) and all(parameter.isfinite().all() for parameter in trained.parameters())
     assert policy.act(np.eye(13, dtype=np.float32)[[11, 12]]).shape == (2,)
