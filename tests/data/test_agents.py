@@ -321,7 +321,7 @@ def test_what_takes_one_agent_says_so(hybridflow, tmp_path):
     assert hybridflow("train", written(tmp_path, run_of("relay", critic__input="state", train__steps=1))).code == 0
     run = tmp_path / "run"
     assert "return/b" in hybridflow("eval", run).out.replace(" /", "/")
-    for command in (("play", run), ("export", run, tmp_path / "policy.onnx"), ("bench-policy", run)):
+    for command in (("export", run, tmp_path / "policy.onnx"), ("bench-policy", run)):
         outcome = hybridflow(*command)
         assert outcome.code == 2 and outcome.err.count("\n") == 1 and "several agents" in outcome.err, command
 
