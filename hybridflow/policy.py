@@ -93,7 +93,7 @@ class Policy:
         config = run_config(run, ["--device", "cpu", *overrides])
         if config.environment is None:
             raise ModelError(f"{run}: a run on [data]; expected one in an [environment], whose policy acts")
-        environment = config.environment.with_options(config.evaluation.options)
+        environment = config.environment.with_options(config.evaluation.options).unrecorded
         spaces = spaces_of(environment)
         network = actor_networks(spaces, config)[main_network(config)].eval().requires_grad_(False)
         weights, version = read_policy(RunDirectory(run).model / WEIGHTS)

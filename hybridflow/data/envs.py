@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import runpy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -44,6 +45,7 @@ __all__ = [
 
 EVALUATION = "eval-env"
 """what episodes of evaluations are seeded for, besides the seed: they are none of those that are trained on"""
+RECORDS = "RecordVideo"
 KEEPS_STATISTICS = {"NormalizeObservation": "actor.net.normalise and critic.net.normalise", "NormalizeReward": "ClipReward"}
 
 
@@ -82,6 +84,12 @@ class EnvironmentConfig(Config):
             raise ValueError(f'agent_id is for several agents, id = "pettingzoo:..."; remove it from {self.id!r}')
         return self
 
+    @property
+    def unrecorded(self) -> Self:
+        """The same without wrappers that record."""
+        kept = tuple(wrapper for wrapper in self.wrappers if wrapper.get("name") != RECORDS)
+        return self.model_copy(update={"wrappers": kept})
+
     def with_options(self, options: Mapping[str, Any]) -> EnvironmentConfig:
         """The same with further ``options``, which win over its own."""
         return self.model_copy(update={"options": {**self.options, **options}})
@@ -96,15 +104,19 @@ class Transition(NamedTuple):
     truncated: bool
 
 
-def make_environment(config: EnvironmentConfig) -> Env[Any, Any]:
+def make_environment(config: EnvironmentConfig, film: str = "") -> Env[Any, Any]:
     """One environment; DataError if the id is unknown, a dependency is missing, the options don't fit or it has several
-    agents."""
+    agents. ``film``: what its videos are called, if there is a wrapper that records; "" if it isn't to be recorded."""
     if config.shared:
         raise DataError(f"environment {config.id!r} has several agents, one is needed; hybridflow eval plays it")
     gymnasium = _gymnasium()
     environment = _made(gymnasium, config)
     for wrapper in config.wrappers:
-        environment = _wrapped(environment, dict(wrapper))
+        if wrapper.get("name") != RECORDS:
+            environment = _wrapped(environment, dict(wrapper))
+        elif film:
+            prefix = "-".join([*([wrapper["name_prefix"]] if "name_prefix" in wrapper else []), film])
+            environment = _wrapped(environment, {**wrapper, "name_prefix": prefix})
     return environment
 
 
@@ -118,7 +130,9 @@ def _wrapped(environment: Env[Any, Any], arguments: dict[str, Any]) -> Env[Any, 
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     wrapper = _wrapper(name, where)
     try:
-        wrapped: Env[Any, Any] = wrapper(environment, **given)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # the folder is that of all of them
+            wrapped: Env[Any, Any] = wrapper(environment, **given)
     except gymnasium.error.DependencyNotInstalled as error:
         raise DataError(f"{where}: {error}") from error
     except (TypeError, ValueError, AssertionError) as error:
@@ -253,7 +267,8 @@ class Slot(Replayable):
 
     def __init__(self, config: EnvironmentConfig, seed: int, slot: int, purpose: str = "env") -> None:
         self.config, self.seed, self.slot, self.purpose = config, seed, slot, purpose
-        self.environment = make_environment(config)
+        # Of environments side by side, and of episodes of an evaluation, the first is recorded.
+        self.environment = make_environment(config, film="" if slot else purpose)
         self._native = native_action(self.environment.action_space)
         self._observed = self.environment.observation_space.dtype
         self.num_steps = 0

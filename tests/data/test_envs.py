@@ -171,6 +171,25 @@ def test_rewards_are_clipped_by_a_wrapper():
     assert min(slot.step(np.zeros(1, np.float32)).reward for _ in range(50)) == -1.0
 
 
+def test_the_first_of_all_environments_is_recorded(tmp_path):
+    recording = {"name": "RecordVideo", "video_folder": str(tmp_path / "videos"), "name_prefix": "pole"}
+    options = {"render_mode": "rgb_array", "max_episode_steps": 4}
+    config = EnvironmentConfig(id="CartPole-v1", options=options, wrappers=(recording,))
+    spaces_of(config)
+    assert list(tmp_path.iterdir()) == []
+    slots = [Slot(config, 1, 0), Slot(config, 1, 1), Slot(config, 1, 0, "eval-env")]
+    for slot in slots:
+        for _ in range(4):
+            slot.step(np.int64(0))
+        slot.close()
+    names = sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert names == ["pole-env-episode-0.mp4", "pole-eval-env-episode-0.mp4"]
+    Slot(config.unrecorded, 1, 0, "other").close()
+    assert len(list((tmp_path / "videos").iterdir())) == 2
+    with pytest.raises(DataError, match=r"'RecordVideo' doesn't fit here.*render_mode"):
+        Slot(config.model_copy(update={"options": {}}), 1, 0)
+
+
 @pytest.mark.parametrize(
     ("wrapper", "told"),
     [
