@@ -13,8 +13,8 @@ With other work on the machine latencies say little; the column ``load`` is the 
 are computed again by the policy of the version that it tells: with one observation a forward they must be the same bits, in
 batches the same to rounding (1e-6; the policies' own actions differ by about 1). ``lost``: requests without an answer.
 
-``beyond``: clients ask again at once, whatever they were told, of a policy with two hidden layers of 4096, whose forward
-fills much of the budget. ``busy`` and ``late`` are the server's refusals; ``p99`` is of the answers.
+``beyond``: clients ask again at once, whatever they were told, of a policy with two hidden layers of 4096, at most four
+observations a forward and a budget of 30 ms. ``busy`` and ``late`` are the server's refusals; latencies are of the answers.
 
 ``encoding``: what a request costs both sides as JSON and as bytes, of 3 numbers and of an image of 84 x 84 x 4 bytes.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,10 +38,8 @@ import numpy as np
 from hybridflow.core.errors import LateError
 from hybridflow.serving.client import PolicyClient
 
-PROCESSES = multiprocessing.get_context("spawn")
+CLIENTS, SERVERS = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")  # only servers have torch
 WIDTH, WIDE, UPDATES = 256, 4096, 100
-BOX, TORQUE = ("Box", (3,), "float32"), ("Box", (1,), "float32")
-IMAGE = ("Box", (84, 84, 4), "uint8")
 
 
 def acting(seed: int, width: int, shape: tuple[int, ...] = (3,), dtype: str = "float32") -> tuple[Any, tuple[Any, Any]]:
@@ -52,24 +51,27 @@ def acting(seed: int, width: int, shape: tuple[int, ...] = (3,), dtype: str = "f
     from hybridflow.policy import Acting
 
     spaces = Box(0, 8, shape, np.dtype(dtype).type), Box(-2, 2, (1,), np.float32)
-    network = make_policy(*spaces, NetConfig(hidden=(width, width)), torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        for parameter in network.mlp.layers[-1].parameters():
-            parameter.mul_(100)
+    random = torch.Generator().manual_seed(seed)
+    network = make_policy(*spaces, NetConfig(hidden=()), random)
+    sizes = (network.features.size, width, width, 1)
+    network.mlp.layers = torch.nn.ModuleList(torch.nn.Linear(i, o) for i, o in itertools.pairwise(sizes))
+    for layer in network.mlp.layers:
+        torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=random)
+        torch.nn.init.zeros_(layer.bias)
     return Acting(network, spaces[1]).eval().requires_grad_(False), spaces
 
 
-def server(pipe: Connection, width: int, shape: tuple[int, ...], dtype: str, max_batch: int) -> None:
+def server(
+    pipe: Connection, width: int, shape: tuple[int, ...], dtype: str, max_batch: int, budget_s: float, updates: int
+) -> None:
     """Serves until told to end; takes ("update", version) and ("told",) meanwhile."""
     import torch
 
     from hybridflow.serving.server import Limits, PolicyServer
 
     torch.set_num_threads(1)
-    made = [
-        acting(version, width, shape, dtype)[0].network.state_dict() for version in range(UPDATES if width == WIDTH else 1)
-    ]
-    with PolicyServer(*acting(0, width, shape, dtype), limits=Limits(max_batch=max_batch)) as running:
+    made = [acting(version, width, shape, dtype)[0].network.state_dict() for version in range(updates)]
+    with PolicyServer(*acting(0, width, shape, dtype), limits=Limits(budget_s, max_batch)) as running:
         pipe.send(running.url)
         while (message := pipe.recv())[0] != "end":
             if message[0] == "update":
@@ -80,10 +82,15 @@ def server(pipe: Connection, width: int, shape: tuple[int, ...], dtype: str, max
 
 @contextlib.contextmanager
 def serving(
-    width: int = WIDTH, shape: tuple[int, ...] = (3,), dtype: str = "float32", max_batch: int = 64
+    width: int = WIDTH,
+    shape: tuple[int, ...] = (3,),
+    dtype: str = "float32",
+    max_batch: int = 64,
+    budget_s: float = 0.008,
+    updates: int = 0,
 ) -> Iterator[tuple[Connection, str]]:
-    pipe, other = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=server, args=(other, width, shape, dtype, max_batch))
+    pipe, other = SERVERS.Pipe()
+    process = SERVERS.Process(target=server, args=(other, width, shape, dtype, max_batch, budget_s, updates))
     process.start()
     try:
         yield pipe, received(pipe)
@@ -120,8 +127,8 @@ def client(pipe: Connection, url: str, seed: int, rate: float, seconds: float) -
 def measured(where: tuple[Connection, str], clients: int, rate: float, seconds: float, updates: int = 0) -> dict[str, Any]:
     """All clients at once; their answers, and what the server says of that time."""
     server_pipe, url = where
-    pipes = [PROCESSES.Pipe() for _ in range(clients)]
-    started = [PROCESSES.Process(target=client, args=(b, url, i, rate, seconds)) for i, (_, b) in enumerate(pipes)]
+    pipes = [CLIENTS.Pipe() for _ in range(clients)]
+    started = [CLIENTS.Process(target=client, args=(b, url, i, rate, seconds)) for i, (_, b) in enumerate(pipes)]
     for process in started:
         process.start()
     for pipe, _ in pipes:
@@ -176,7 +183,7 @@ def load(seconds: float) -> list[dict[str, Any]]:
 def updates(seconds: float) -> list[dict[str, Any]]:
     rows = []
     for max_batch in (1, 64):
-        with serving(max_batch=max_batch) as where:
+        with serving(max_batch=max_batch, updates=UPDATES) as where:
             result = measured(where, 16, 50, seconds, UPDATES)
         checked = check(result["answers"], exact=max_batch == 1)
         rows.append({"max_batch": max_batch, **checked, "lost": result["asked"] - result["counted"], **result["row"]})
@@ -200,8 +207,8 @@ def check(answers: list[list[tuple[int, Any, int]]], exact: bool) -> dict[str, A
 
 
 def beyond(seconds: float) -> list[dict[str, Any]]:
-    with serving(WIDE) as where:
-        return [measured(where, clients, 0, seconds)["row"] for clients in (2, 8, 16)]
+    with serving(WIDE, max_batch=4, budget_s=0.03) as where:
+        return [measured(where, clients, 0, seconds)["row"] for clients in (4, 8, 16, 32)]
 
 
 def encoding(seconds: float) -> list[dict[str, Any]]:

@@ -37,8 +37,11 @@ def serve_policy(run: Path, address: tuple[str, int], limits: tuple[float, int, 
         if follow and not _there(file, stop):
             return
         policy = Policy.load(run)
-        _warn_if_open(address[0])
+        if policy.config.actor.net.memory:
+            kind = policy.config.actor.net.kind
+            raise ModelError(f"{run}: its policy has a memory (actor.net.kind = {kind!r}); expected one without, to serve")
         server, looks = PolicyServer(policy.acting, policy.spaces, address, chosen), _Looks(file)
+        _warn(address[0], server)
         looks.changed()
         server.update(*read_policy(file))  # what was loaded tells no version, and may be older while it is trained
         with server:
@@ -86,13 +89,19 @@ def _checked(budget_ms: float, max_batch: int, max_connections: int) -> Limits:
     return Limits(budget_ms / 1000, max_batch, max_connections)
 
 
-def _warn_if_open(host: str) -> None:
+def _warn(host: str, server: PolicyServer) -> None:
+    """Of what is allowed, and seldom meant."""
     try:
         alone = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # another name
         alone = False
     if not alone:
         told = f"warning: --host {host} lets other machines ask; there is no authentication and no encryption"
+        print(told, file=sys.stderr, flush=True)
+    taken, limits = server.forward_s, server.limits
+    if 2 * taken > limits.budget_s:
+        found = f"a forward of {limits.max_batch} observations takes {1000 * taken:.1f} ms here"
+        told = f"warning: {found}, and a request may wait for one before its own; lower --max-batch or raise --budget-ms"
         print(told, file=sys.stderr, flush=True)
 
 

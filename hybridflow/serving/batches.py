@@ -1,23 +1,25 @@
 """Dynamic batching under a deadline, in an event loop.
 
-    while a forward runs, requests come          they are read together, and join one batch
-    the next forward                             computes it, with one version of the policy
-    their answers                                leave together
+    while a forward runs, requests come     they are read together when it has ended
+    the next forward                        is for all of them, with one version of the policy
+    their answers                           leave, what has come meanwhile is read, and so on
 
 Nobody waits for company: a forward begins as soon as the last one has ended and what has come meanwhile is read.
 
 A request's time runs from the earliest moment at which it can have arrived (``ArrivalClock``) until its answer is there. If
 that can't be within the budget any more, by what waits before it, it is refused (BusyError); if it turns out not to be, its
-answer is late (OverdueError), and thrown away.
+answer is late (OverdueError), and thrown away. How long forwards take is known from the last ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import selectors
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,13 +56,12 @@ class ArrivalClock(selectors.DefaultSelector):
         return events
 
 
-class Batch:
-    """Observations that go through one forward."""
+class Waiting(NamedTuple):
+    """A request that waits: ``done`` gets its actions."""
 
-    def __init__(self) -> None:
-        self.parts: list[Array] = []
-        self.size = 0
-        self.forward: asyncio.Task[Actions]
+    observations: Array
+    deadline: float
+    done: asyncio.Future[Actions]
 
 
 class Batcher:
@@ -74,41 +75,81 @@ class Batcher:
         forwards: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.act, self.budget_s, self.max_batch, self._forwards = act, budget_s, max_batch, forwards
-        self._waiting: list[Batch] = []
-        self._forward_s = 0.0
-        """of a forward, on average"""
+        self._waiting: list[Waiting] = []
+        self._forward_s, self._turn_s = Mean(), Mean()
+        """what a forward takes; from the end of one to that of the next, when requests wait"""
+        self._running: asyncio.Task[None] | None = None
 
     async def answer(self, observations: Array, arrived: float) -> Actions:
         """Actions at observations [B, ...], at most ``max_batch``, that ``arrived`` then on the monotonic clock."""
-        deadline, size = arrived + self.budget_s, len(observations)
-        joins = bool(self._waiting) and self._waiting[-1].size + size <= self.max_batch
-        ahead = len(self._waiting) - joins
-        # With nothing before it, it is tried, however long forwards took: they may be shorter again.
-        if time.monotonic() + (ahead + 1 if ahead else 0) * self._forward_s > deadline:
-            waited = f"this request may have waited {1000 * (time.monotonic() - arrived):.1f} ms to be read"
-            raise BusyError(f"busy: no action within {1000 * self.budget_s:g} ms: {waited}, {ahead} forwards are before it")
-        if not joins:
-            before = self._waiting[-1].forward if self._waiting else None
-            self._waiting.append(batch := Batch())
-            batch.forward = asyncio.get_running_loop().create_task(self._forward(batch, before))
-        batch = self._waiting[-1]
-        first = batch.size
-        batch.parts.append(observations)
-        batch.size += size
-        actions, version = await asyncio.shield(batch.forward)  # whoever gives up takes nobody along
+        loop, deadline = asyncio.get_running_loop(), arrived + self.budget_s
+        before = sum(len(one.observations) for one in self._waiting)
+        turns = math.ceil((before + len(observations)) / self.max_batch) if before else 0
+        if time.monotonic() + turns * self._turn_s.value > deadline:
+            raise self._busy()
+        request = Waiting(observations, deadline, loop.create_future())
+        self._waiting.append(request)
+        if self._running is None:
+            # A task begins in the loop's next turn: all that was read in this one has joined by then.
+            self._running = loop.create_task(self._run())
+        actions = await request.done
         if (late := time.monotonic() - deadline) > 0:
             raise OverdueError(f"late: {1000 * late:.1f} ms after the {1000 * self.budget_s:g} ms in which it was due")
-        return Actions(actions[first : first + size], version)
-
-    async def _forward(self, batch: Batch, before: asyncio.Task[Actions] | None) -> Actions:
-        # A task begins in the loop's next turn: all that was read in this one has joined by then.
-        if before is not None:
-            await asyncio.wait([before])
-            await asyncio.sleep(0)  # its answers leave, and what has come is read
-        self._waiting.remove(batch)
-        begun = time.monotonic()
-        actions = self.act(batch.parts[0] if len(batch.parts) == 1 else np.concatenate(batch.parts))
-        newest = 0.1 if self._forward_s else 1.0
-        self._forward_s += newest * (time.monotonic() - begun - self._forward_s)
-        self._forwards(batch.size)
         return actions
+
+    async def _run(self) -> None:
+        """Forwards, one after the other, as long as requests wait."""
+        ended = time.monotonic()
+        while batch := self._taken():
+            begun = time.monotonic()
+            self._answer(batch)
+            begun_before, ended = ended, time.monotonic()
+            self._forward_s.add(ended - begun)
+            self._turn_s.add(ended - begun_before)
+            for _ in range(3):  # answers leave, what has come is read, and joins
+                await asyncio.sleep(0)
+        self._running = None
+
+    def _taken(self) -> list[Waiting]:
+        """The next batch. Who can't be answered in time any more is told so, for a forward would be lost on it; but one is
+        tried in any case: forwards may have become shorter."""
+        soonest, waiting = time.monotonic() + self._forward_s.value, [one for one in self._waiting if not one.done.done()]
+        hopeless = [one for one in waiting if one.deadline < soonest]
+        waiting = [one for one in waiting if one.deadline >= soonest] or [hopeless.pop() for _ in hopeless[:1]]
+        for one in hopeless:
+            one.done.set_exception(self._busy())
+        sizes = itertools.accumulate(len(one.observations) for one in waiting)
+        number = sum(size <= self.max_batch for size in sizes)
+        self._waiting = waiting[number:]
+        return waiting[:number]
+
+    def _answer(self, batch: Sequence[Waiting]) -> None:
+        try:
+            actions, version = self.act(np.concatenate([one.observations for one in batch]))
+        except Exception as error:  # theirs who wait; others may still be answered
+            for one in batch:
+                one.done.set_exception(error)
+            return
+        self._forwards(len(actions))
+        for one, part in zip(batch, split(actions, batch), strict=True):
+            one.done.set_result(Actions(part, version))
+
+    def _busy(self) -> BusyError:
+        return BusyError(
+            f"busy: no action within {1000 * self.budget_s:g} ms; {len(self._waiting)} requests wait before it"
+        )
+
+
+def split(actions: Array, batch: Sequence[Waiting]) -> list[Array]:
+    """The actions of each request."""
+    return np.split(actions, np.cumsum([len(one.observations) for one in batch])[:-1])
+
+
+class Mean:
+    """Of the last ten or so."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.value += (0.1 if self.value else 1.0) * (value - self.value)
