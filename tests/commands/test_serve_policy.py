@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,13 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
+import torch
+from conftest import CARTPOLE, PENDULUM, REVERSE, Outcome, with_keys, written
+from gymnasium.spaces import Box
 
 from hybridflow.core.errors import ModelError
 from hybridflow.models.exported import read_policy, save_policy
 from hybridflow.policy import Policy
 from hybridflow.serving.client import PolicyClient
+from hybridflow.serving.server import Limits, PolicyServer
 
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FILE = "model/policy.safetensors"
 
 
@@ -122,3 +127,46 @@ def test_language_models_are_not_exported_while_they_are_trained(
 ) -> None:
     outcome = hybridflow("train", written(tmp_path, REVERSE), "--checkpoint.export_every", 1)
     assert outcome.code == 2 and "checkpoint.export_every: only policies in an [environment]" in outcome.err
+
+
+def test_the_control_loop_of_the_examples(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, example = tmp_path / "run", runpy.run_path(str(EXAMPLES / "pendulum_control.py"))
+    assert hybridflow("train", written(tmp_path, PENDULUM), "--train.steps", 20).code == 0
+    policy = Policy.load(run)
+    with PolicyServer(policy.acting, policy.spaces, limits=Limits(30.0), version=17) as server:
+        monkeypatch.setattr(sys, "argv", ["loop", server.url, "--rate", "0.5", "--episodes", "2", "--steps", "1"])
+        example["main"]()
+        first, second, mean, took = capsys.readouterr().out.splitlines()
+        assert server.metrics()["requests"]["answered"] == 2
+    told = [re.fullmatch(r"episode \d: return (-\d+), policy version 17", line) for line in (first, second)]
+    returns = [float(found[1]) for found in told if found]
+    assert -34 < min(returns) <= max(returns) <= 0 and len(returns) == 2
+    assert re.fullmatch(r"mean return -\d+; 2 ticks, 0 without an action", mean)
+    assert re.fullmatch(r"actions took [\d.]+ ms \(p50\), [\d.]+ ms \(p99\)", took)
+
+
+def test_the_control_loop_holds_its_action_where_none_comes() -> None:
+    example = runpy.run_path(str(EXAMPLES / "pendulum_control.py"))
+    spaces = Box(-8, 8, (3,), np.float32), Box(-2, 2, (1,), np.float32)
+
+    class Slow(torch.nn.Module):
+        network, seconds = torch.nn.Identity(), 0.0
+
+        def forward(self, observations: torch.Tensor) -> torch.Tensor:
+            time.sleep(Slow.seconds)
+            return torch.full((len(observations), 1), 1.5)
+
+    with PolicyServer(Slow(), spaces, limits=Limits(30.0)) as server, PolicyClient(server.url, timeout_s=0.2) as client:
+        loop, held = example["Loop"](client, 0.01), np.array([-0.5], np.float32)
+        Slow.seconds = 0.5
+        assert loop.action(np.zeros(3), held) is held
+        assert (loop.missed, loop.versions, loop.latencies_s) == (1, set(), [])
+
+
+def test_a_policy_with_a_memory_is_refused(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    config = written(tmp_path, with_keys(CARTPOLE, actor__net__kind="gru", actor__net__hidden=[8], train__steps=1))
+    assert hybridflow("train", config).code == 0
+    outcome = hybridflow("serve", tmp_path / "run", "--port", 0)
+    assert outcome.code == 2 and "its policy has a memory (actor.net.kind = 'gru')" in outcome.err
