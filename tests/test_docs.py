@@ -75,7 +75,7 @@ def serve() -> Iterator[Callable[[list[str]], str]]:
         command = [sys.executable, "-m", "hybridflow.cli", *words[1:], "--port", "0"]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
-        return re.findall(r"http://\S+/score", started[-1].stdout.readline())[0]
+        return re.findall(r"http://[\w.:/]+", started[-1].stdout.readline())[0]
 
     yield start
     for process in started:
