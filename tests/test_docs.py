@@ -43,6 +43,7 @@ SHORT = {
     "reward_model.toml": ["--train.steps", "2"],
     "bench": ["--prompts", "1", "--new-tokens", "4"],
     "trading.toml": ["--train.steps", "2"],
+    "ppo_simple_spread.toml": ["--train.steps", "2", "--evaluation.limit", "2"],
     "bench-policy": ["--budget-ms", "10000"],  # other programs may run, too
     "sample.toml": ["--evaluation.limit", "4"],
     "ppo.toml": ["--train.steps", "2", "--train.prompts_per_step", "4", "--evaluation.limit", "4"],
