@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from hybridflow.config import RunConfig
+from hybridflow.config import ModelConfig, RunConfig
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator
@@ -20,7 +21,7 @@ from hybridflow.models.agent_groups import GroupedPolicy
 from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPolicy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
-from hybridflow.models.nets import CategoricalPolicy, make_policy, make_q, make_table
+from hybridflow.models.nets import CategoricalPolicy, ObservationNet, make_policy, make_q, make_table
 from hybridflow.models.values import make_value
 from hybridflow.workers.learner import Trained
 
@@ -69,7 +70,15 @@ def actor_networks(spaces: Spaces, config: RunConfig) -> Built:
             raise ModelError(f"actor.model: {path} is missing; expected the model folder of a run in this environment")
         for name in {"q", "target", "policy", "target_policy"} & networks.keys():
             load_model(networks[name], str(path))
-    return {name: network.to(config.torch_device) for name, network in networks.items()}
+    return {name: _placed(network, config.actor, config) for name, network in networks.items()}
+
+
+def _placed(network: nn.Module, model: ModelConfig, config: RunConfig) -> nn.Module:
+    """On the run's device, learning in the dtype of its section."""
+    for module in network.modules():
+        if isinstance(module, ObservationNet):
+            module.dtype = getattr(torch, config.dtype_of(model))
+    return network.to(config.torch_device)
 
 
 def critic_input(spaces: Spaces, config: RunConfig) -> tuple[Any, str]:
@@ -84,7 +93,7 @@ def critic_networks(space: Any, column: str, config: RunConfig) -> Built:
     """What the critic's learner holds, of methods that have one."""
     random, remembered = torch_generator(config.seed, "init", 1), memory_size(space, config.actor.net)
     network = make_value(space, config.critic.net, random, column, remembered)
-    return {"value": network.to(config.torch_device)}
+    return {"value": _placed(network, config.critic, config)}
 
 
 def trained_besides(config: RunConfig, total_steps: int) -> Mapping[str, Trained]:

@@ -118,7 +118,8 @@ class ModelConfig(Config):
     model: str | None = None
     """a name (hybridflow models list) or a Hugging Face folder; the critic and the reference default to the actor's"""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """of weights and activations; left out, the actor's, whose own is float32; the optimizer keeps float32 masters"""
+    """of weights and activations; left out, the actor's, whose own is float32; the optimizer keeps float32 masters. For
+    environments: of the activations that are learned from alone (mixed precision)"""
     token_budget: int | None = Field(None, gt=0)
     """as train.token_budget, of this model; left out, that one"""
     mesh: MeshConfig = MeshConfig()
@@ -522,14 +523,8 @@ def _environment_conflicts(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.export_every and config.environment is None:
         yield "checkpoint.export_every: only policies in an [environment] are served while they are trained; leave it out"
     environment = config.environment
-    for name in ("actor", "critic"):
-        if getattr(config, name).net.normalise and config.replays:
-            yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
     yield from _exploration_conflicts(config)
-    if config.actor.net.normalise_returns:
-        yield "actor.net.normalise_returns: a policy has no returns; set critic.net.normalise_returns"
-    if config.critic.net.normalise_returns and (config.replays or config.algorithm == "a3c"):
-        yield f"critic.net.normalise_returns: {config.algorithm} learns from no returns that its critic sees; leave it out"
+    yield from _net_conflicts(config)
     yield from _memory_conflicts(config)
     if config.critic.input == "state" and (environment is None or not environment.shared):
         yield 'critic.input = "state": needs several agents, environment.id = "pettingzoo:..."; leave it out'
@@ -589,6 +584,19 @@ def _worker_placement_conflicts(config: RunConfig, workers: int) -> Iterator[str
 
 
 _OWN = 'give the sampler one of its own, such as pools = {{ learner = 1, envs = {} }}, roles.sampler = "envs"'
+
+
+def _net_conflicts(config: RunConfig) -> Iterator[str]:
+    for name in ("actor", "critic"):
+        if getattr(config, name).net.normalise and config.replays:
+            yield f"{name}.net.normalise: {config.algorithm} replays what older statistics scaled otherwise; leave it out"
+    if config.actor.net.normalise_returns:
+        yield "actor.net.normalise_returns: a policy has no returns; set critic.net.normalise_returns"
+    if config.critic.net.normalise_returns and (config.replays or config.algorithm == "a3c"):
+        yield f"critic.net.normalise_returns: {config.algorithm} learns from no returns that its critic sees; leave it out"
+    for name, model in (("actor", config.actor), ("critic", config.critic)):
+        if model.dtype == "bfloat16" and (config.replays or config.algorithm in ("trpo", "q_learning", "a3c")):
+            yield f'{name}.dtype = "bfloat16": {config.algorithm} learns in float32; leave it out'
 
 
 def _memory_conflicts(config: RunConfig) -> Iterator[str]:

@@ -101,7 +101,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters, relu = self._flat, self.activation is torch.relu
-        if (relu or x.device.type == "cpu") and not self.twice_differentiable:
+        plain = self.twice_differentiable or torch.is_autocast_enabled(x.device.type)
+        if (relu or x.device.type == "cpu") and not plain:
             if not torch.is_grad_enabled():
                 return _layers(x, relu, parameters)
             return cast(Tensor, _Layers.apply(x, relu, *parameters))  # type: ignore[no-untyped-call]

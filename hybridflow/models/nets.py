@@ -179,8 +179,11 @@ class ObservationNet(nn.Module):
     """A network on observations of a space: features, layers, and between them a memory, if its kind has one.
 
     ``head`` makes of its outputs what is wanted of it. ``memory_size``: M, the numbers of its memory; 0 if it has none.
-    Networks with a memory learn from whole rows, those without from single steps.
+    Networks with a memory learn from whole rows, those without from single steps. ``dtype``: of the activations that are
+    learned from (mixed precision, by torch's autocast); weights, and what acts, are float32.
     """
+
+    dtype = torch.float32
 
     inputs: tuple[str, ...] = ("observations", "actions")
     unit: Literal["row", "step"] = "step"
@@ -231,6 +234,12 @@ class ObservationNet(nn.Module):
 
     def learned(self, columns: Mapping[str, Tensor] | Batch) -> Tensor:
         """[N, num_outputs] over the action steps of what is learned from: columns packed over them, or rows of a batch."""
+        if self.dtype == torch.float32 or not torch.is_grad_enabled():
+            return self._learned(columns)
+        with torch.autocast(self.device.type, self.dtype):
+            return self._learned(columns).float()
+
+    def _learned(self, columns: Mapping[str, Tensor] | Batch) -> Tensor:
         if not isinstance(columns, Batch):
             return self.forward(columns[self.inputs[0]])
         observed, mask = columns.ragged(self.inputs[0]), columns.ragged("response_mask").values
