@@ -59,7 +59,7 @@ class ActionValues(nn.Module):
     def forward(self, observations: Tensor, actions: Tensor, members: int | None = None) -> Tensor:
         """[E, N] values of ``actions`` [N, *shape]; of the first ``members`` networks, all if None."""
         inputs = torch.cat([self.features.forward(observations), self.bounds.units(actions)], -1)
-        return self.mlp.forward(inputs, members)[..., 0]
+        return self.mlp.forward(inputs, members).squeeze(-1)
 
 
 class DiscreteActionValues(nn.Module):

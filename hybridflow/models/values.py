@@ -64,7 +64,8 @@ class ValueNet(ObservationNet):
 
     def head(self, outputs: Tensor) -> Tensor:
         """Values [B] of outputs [B, 1]."""
-        return outputs[:, 0] if self.returns is None else outputs[:, 0] * self._deviation + self.returns.mean.float()
+        values = outputs.squeeze(-1)
+        return values if self.returns is None else values * self._deviation + self.returns.mean.float()
 
     @property
     def _deviation(self) -> Tensor:

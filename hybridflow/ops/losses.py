@@ -133,11 +133,13 @@ def _clipped_surrogate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A ρ, -A clip(ρ, 1 - clip, 1 + clip_high)), at most -A dual_clip where A < 0; steps or rows alike."""
     losses = -advantages
-    plain = losses * ratio
-    terms = torch.maximum(plain, losses * ratio.clip(1 - clip, 1 + (clip if clip_high is None else clip_high)))
+    plain, fixed = losses * ratio, ratio.detach()
+    # Where a limit binds there is no gradient, so limits have no part in the graph.
+    terms = torch.maximum(losses * fixed, losses * fixed.clip(1 - clip, 1 + (clip if clip_high is None else clip_high)))
     if dual_clip is not None:
         terms = torch.where(advantages < 0, torch.minimum(terms, losses * dual_clip), terms)
-    return terms, {"ratio": ratio.detach(), "clipped": (terms != plain).detach().float()}
+    clipped = terms != plain.detach()
+    return torch.where(clipped, terms, plain), {"ratio": fixed, "clipped": clipped.float()}
 
 
 @columns(reads=_reads("log_probs", "advantages"), per=_per)
@@ -252,15 +254,16 @@ def value_loss(outputs: Tensors, columns: Tensors, clip: float | None = None) ->
     """
     values, returns, scale = outputs["values"], columns["returns"], outputs.get("value_scale")
     errors = values - returns
-    terms = 0.5 * (errors * errors)  # a power's backward pass takes longer
-    metrics = {"values": values.detach(), "value_error": errors.detach().abs()}
+    off = errors.detach().abs()
+    metrics = {"values": values.detach(), "value_error": off}
     if clip is not None:
         within = clip if scale is None else clip * scale
-        near = values.clip(columns["values"] - within, columns["values"] + within)
-        off = near - returns
-        bounded = 0.5 * (off * off)
-        metrics["value_clipped"] = (bounded > terms).float()
-        terms = torch.maximum(terms, bounded)
+        near = values.detach().clip(columns["values"] - within, columns["values"] + within)
+        bounded = (near - returns).abs()
+        clipped = bounded > off
+        metrics["value_clipped"] = clipped.float()
+        errors = torch.where(clipped, bounded, errors)  # a clipped value that is further off has no gradient
+    terms = 0.5 * errors * errors
     return Loss(terms if scale is None else terms / (scale * scale), metrics)
 
 

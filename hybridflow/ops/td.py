@@ -66,8 +66,8 @@ def dqn_loss(
     with torch.no_grad():
         next_values = networks["target"](following)
         best = (networks["q"](following) if double else next_values).argmax(-1, keepdim=True)
-        target = bootstrapped(columns, next_values.gather(-1, best)[:, 0])
-    chosen = values.gather(-1, columns["actions"][:, None])[:, 0]
+        target = bootstrapped(columns, next_values.gather(-1, best).squeeze(-1))
+    chosen = values.gather(-1, columns["actions"][:, None]).squeeze(-1)
     errors = (chosen - target).detach()
     terms = columns["weights"] * _huber(chosen - target, huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})

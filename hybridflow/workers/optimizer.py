@@ -19,6 +19,8 @@ __all__ = ["MOMENTS", "Optimizer", "OptimizerConfig", "freeze", "learning_rate_s
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SMALL = 2**20
+"""numbers up to which a copy of all gradients takes less time than a norm of each"""
 
 
 class OptimizerConfig(Config):
@@ -62,9 +64,12 @@ class AdamW:
     def __init__(self, groups: Sequence[tuple[list[Tensor], float]], config: OptimizerConfig) -> None:
         self.config = config
         self.param_groups: list[dict[str, Any]] = [
-            {"params": params, "weight_decay": decay, "lr": config.lr} for params, decay in groups
+            {"params": params, "weight_decay": decay, "lr": config.lr, "steps": _zeros(len(params), like=params)}
+            for params, decay in groups
         ]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
+        # Counted together, in one operation, as long as all parameters move.
+        self._steps = {p: group["steps"][i] for group in self.param_groups for i, p in enumerate(group["params"])}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -74,9 +79,9 @@ class AdamW:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not moved:
                 continue
-            states = [self.state.get(parameter) or self._begin(parameter) for parameter in moved]
+            states = [self.state.get(parameter) or self.begin(parameter) for parameter in moved]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
+            torch._foreach_add_([group["steps"]] if len(moved) == len(group["params"]) else steps, 1)
             torch._fused_adamw_(
                 moved,
                 [parameter.grad for parameter in moved],
@@ -93,9 +98,10 @@ class AdamW:
                 maximize=False,
             )
 
-    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        self.state[parameter] = {"step": step, **{key: torch.zeros_like(parameter) for key in MOMENTS}}
+    def begin(self, parameter: Tensor, step: float = 0.0, **moments: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter from now on: after so many steps, with these moments, of zeros where none is given."""
+        zeros = {key: torch.zeros_like(parameter) for key in MOMENTS if key not in moments}
+        self.state[parameter] = {"step": self._steps[parameter].fill_(step), **zeros, **moments}
         return self.state[parameter]
 
 
@@ -119,6 +125,7 @@ class Optimizer:
         others = [master for name, master in self.masters.items() if self.parameters[name].dim() < 2]
         groups = [(decayed, config.weight_decay), (others, 0.0)] if config.weight_decay else [([*decayed, *others], 0.0)]
         self.adamw = AdamW(groups, config)
+        self._transposed = [master for master in self.masters.values() if not master.is_contiguous()]
 
     def _make_masters(self) -> dict[str, Tensor]:
         masters: dict[str, Tensor] = {}
@@ -185,8 +192,7 @@ class Optimizer:
             lines = self.cut.lines
             norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
         else:
-            norms = torch._foreach_norm(list(gradients.values())) if gradients else [torch.zeros(())]
-            norm = float(torch.linalg.vector_norm(torch.stack(list(norms))))
+            norm = float(_total_norm(list(gradients.values())))
         self._scale_down(gradients, norm)
         return norm
 
@@ -206,7 +212,7 @@ class Optimizer:
     def _align(self) -> None:
         """Let gradients lie as their masters do, of which some are stored transposed: the fused AdamW goes through memory
         and looks at no strides."""
-        for master in self.masters.values():
+        for master in self._transposed:
             if master.grad is not None:
                 master.grad = _lying_like(master, master.grad)
 
@@ -244,7 +250,7 @@ class Optimizer:
         for name, master in self.masters.items():
             if (step := read("step", name)) is not None:
                 moments = {key: _lying_like(master, self._kept(name, read(key, name))) for key in MOMENTS}
-                self.adamw.state[master] = {"step": step.to(master.device), **moments}
+                self.adamw.begin(master, float(step), **moments)
             saved = read("master", name)
             if saved is not None or name in self._copies():
                 master.copy_(self._kept(name, read("weight", name) if saved is None else saved))
@@ -254,6 +260,21 @@ class Optimizer:
         """What this rank keeps of a slice, on its device."""
         assert tensor is not None, "what is kept of a parameter is kept together"
         return tensor.to(self.masters[name].device, torch.float32)
+
+
+def _zeros(number: int, like: Sequence[Tensor]) -> Tensor:
+    """[number] fp32 on the device of those tensors."""
+    return torch.zeros(number, device=like[0].device if like else None)
+
+
+def _total_norm(tensors: list[Tensor]) -> Tensor:
+    """Of all numbers of all tensors."""
+    if not tensors:
+        return torch.zeros(())
+    small = sum(tensor.numel() for tensor in tensors) <= SMALL
+    parts = torch.cat([x.flatten() for x in tensors]) if small else torch.stack(list(torch._foreach_norm(tensors)))
+    norm: Tensor = torch.linalg.vector_norm(parts)
+    return norm
 
 
 def _lying_like(master: Tensor, tensor: Tensor) -> Tensor:

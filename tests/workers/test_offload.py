@@ -43,7 +43,9 @@ def tensors(one: Learner) -> list[Tensor]:
 
 
 def sizes(found: list[Tensor]) -> list[int]:
-    return [tensor.untyped_storage().nbytes() for tensor in found]
+    """Bytes of each storage that they have, once."""
+    storages = [tensor.untyped_storage() for tensor in found]
+    return [storage.nbytes() for storage in {storage._cdata: storage for storage in storages}.values()]
 
 
 KINDS: dict[str, Callable[[], Learner]] = {
