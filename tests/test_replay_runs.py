@@ -23,11 +23,12 @@ POOLS = {"pools": {"learn": 1, "act": 1, "rows": 2}, "roles": {"actor": "learn",
 
 
 def on_shards(data: dict[str, Any]) -> dict[str, Any]:
-    spread = {"runtime": {"kind": "ray", "timeout_s": 60}, "placement": POOLS}
+    spread = {"runtime": {"kind": "ray", "timeout_s": 180}, "placement": POOLS}
     return with_keys({**data, **spread}, replay__shards=2)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_rows_in_two_processes_and_overlap_are_one_process(tmp_path: Path) -> None:
     data = with_keys(
@@ -167,11 +168,11 @@ def test_dqn_learns_from_a_dataset_alone(hybridflow: Callable[..., Outcome], tmp
     assert hybridflow(*train, "--run_dir", str(tmp_path / "first"), "--train.steps", "50").code == 0
     folder = tmp_path / "cartpole-v0"
     assert (
-        hybridflow("record", str(tmp_path / "first"), "--out", str(folder), "--random", "0.3", "--steps", "4000").code == 0
+        hybridflow("record", str(tmp_path / "first"), "--out", str(folder), "--random", "0.5", "--steps", "8000").code == 0
     )
     offline = ["--environment.steps_per_rollout", "0", "--replay.dataset", str(folder), "--train.steps", "40"]
     assert hybridflow(*train, "--run_dir", str(tmp_path / "offline"), *offline).code == 0
     result = json.loads((tmp_path / "offline" / "result.json").read_text())
     assert result["before"]["eval/score"] < 60 < 100 < result["after"]["eval/low"]
     line = records(tmp_path / "offline")[-1]
-    assert "env_steps_per_s" not in line and "sampler/episode_return" not in line and line["replay/size"] >= 4000
+    assert "env_steps_per_s" not in line and "sampler/episode_return" not in line and line["replay/size"] >= 8000

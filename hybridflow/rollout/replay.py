@@ -169,10 +169,10 @@ class Replay:
         mask = known.ragged("response_mask")
         units = cut(mask, self.sequence)
         new = self._described(known, units, mask, version)
-        kept = np.arange(max(0, len(units) - self.capacity), len(units))
-        places = (self.num_added + kept) % self.capacity
+        left_out = max(0, len(units) - self.capacity)
+        places = (self.num_added + np.arange(left_out, len(units))) % self.capacity
         for name, values in new.items():
-            self._index[name][places] = values[kept]
+            self._index[name][places] = values[left_out:]
         self.rows.insert(batch, self.num_added)
         if self._tree is not None:
             self._tree.set(places, self._largest)

@@ -61,7 +61,7 @@ class Cut:
     def steps(self) -> tuple[Ints, Ints, Ints]:
         """Of every step of every unit: the unit, its place in it, and its position on the time axis."""
         if len(self.lengths) == int(self.lengths.sum()):
-            return np.arange(len(self)), np.zeros(len(self), np.int64), self.positions[self.starts]
+            return np.arange(len(self)), np.zeros(len(self), np.int64), self.last
         unit = np.repeat(np.arange(len(self)), self.lengths)
         within = np.arange(len(unit)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         return unit, within, self.positions[self.starts[unit] + within]
@@ -69,6 +69,8 @@ class Cut:
     @property
     def last(self) -> Ints:
         """[U] the position of the last step of every unit."""
+        if len(self) == len(self.positions):
+            return self.positions
         last: Ints = self.positions[self.starts + self.lengths - 1]
         return last
 
@@ -76,6 +78,9 @@ class Cut:
 def cut(mask: Ragged, length: int) -> Cut:
     """The units of a batch with this ``response_mask``: the action steps of every row, ``length`` at a time."""
     positions = np.flatnonzero(mask.values)
+    if length == 1:
+        each = np.arange(len(positions))
+        return Cut(mask.row_index[positions], each, np.ones_like(each), positions)
     counts = np.bincount(mask.row_index[positions], minlength=len(mask))
     number = -(-counts // length)
     rows = np.repeat(np.arange(len(mask)), number)

@@ -80,41 +80,42 @@ class ReplayWorker:
         units = cut(batch.ragged("response_mask"), self.sequence)
         self.num_added = first + len(units)
         kept = np.arange(max(0, len(units) - self.ring.capacity), len(units))
-        places = (first + kept) % self.ring.capacity
-        own = self.ring.rank(places) == self.context.rank
-        if own.any():
-            self._keep(*_pulled(batch, units, kept[own], self.sequence), self.ring.local(places[own]))
+        own, local = self._mine((first + kept) % self.ring.capacity)
+        if len(own):
+            self._keep(*_pulled(batch, units, kept[own], self.sequence), local)
         return Batch({"sample_id": np.zeros(0, np.int64)})
 
     def _keep(self, batch: Batch, units: Cut, places: Ints) -> None:
         unit, within, positions = units.steps()
         for name in TIME:
             _copy(self.rows[name], places[unit] * self.sequence + within, batch.ragged(name).values, positions)
-        observations, last = batch.ragged("observations"), units.last
-        at_end = last == observations.offsets[units.rows + 1] - 1
-        finals = self.rows["final_observations"]
-        _copy(finals, places[~at_end], observations.values, last[~at_end] + 1)
-        _copy(finals, places[at_end], batch["final_observations"], units.rows[at_end])
+        observations, last, finals = batch.ragged("observations"), units.last, self.rows["final_observations"]
+        followed = len(last) - int(last[-1] + 1 == len(observations.values))
+        _copy(finals, places[:followed], observations.values, last[:followed] + 1)
+        at_end = last == observations.offsets[units.rows + 1] - 1  # another piece is what follows there
+        finals[places[at_end]] = batch["final_observations"][units.rows[at_end]]
 
     @remote(SHARES, writes=("sample_id", *TIME), rows="new", kind="compute")
     def steps(self, batch: Batch, places: Ints, lengths: Ints, /) -> Batch:
         """``observations`` and ``actions`` of the units at those of these ``places`` of the ring [B] that this rank has;
         ``sample_id``: which of them they are."""
         mine, local = self._mine(places)
-        lengths = lengths[mine]
+        lengths = lengths if len(mine) == len(places) else lengths[mine]
         if self.sequence > 1:
             before = np.repeat(np.cumsum(lengths) - lengths, lengths)
             local = np.repeat(local * self.sequence, lengths) + np.arange(len(before)) - before
-        return Batch({"sample_id": mine, **{name: Ragged(self.rows[name][local], lengths) for name in TIME}})
+        return Batch({"sample_id": mine, **{name: Ragged(self.rows[name].take(local, axis=0), lengths) for name in TIME}})
 
     @remote(SHARES, writes=("sample_id", "final_observations"), rows="new", kind="compute")
     def finals(self, batch: Batch, places: Ints, /) -> Batch:
         """As ``steps``, what followed them."""
         mine, local = self._mine(places)
-        return Batch({"sample_id": mine, "final_observations": self.rows["final_observations"][local]})
+        return Batch({"sample_id": mine, "final_observations": self.rows["final_observations"].take(local, axis=0)})
 
     def _mine(self, places: Ints) -> tuple[Ints, Ints]:
         """Which of ``places`` are here, and where."""
+        if self.ring.ranks == 1:
+            return np.arange(len(places)), places
         mine = np.flatnonzero(self.ring.rank(places) == self.context.rank)
         return mine, self.ring.local(places[mine])
 
@@ -177,19 +178,23 @@ class ReplayWorker:
 
 def _pulled(batch: Batch, units: Cut, wanted: Ints, sequence: int) -> tuple[Batch, Cut]:
     """The rows of a batch that the ``wanted`` of its units are of, and these units in them."""
+    if len(wanted) == len(units):
+        return batch.load(), units
     rows = np.unique(units.rows[wanted])
-    if len(rows) == len(batch):
-        return batch.load(), units if len(wanted) == len(units) else units.take(wanted)
     there = np.flatnonzero(np.isin(units.rows, rows))
     pulled = batch.rows(rows).load()
     return pulled, cut(pulled.ragged("response_mask"), sequence).take(np.searchsorted(there, wanted))
 
 
 def _copy(target: Array, places: Ints, source: Array, positions: Ints) -> None:
-    """``target[places] = source[positions]``, in slices where both go on one by one."""
+    """``target[places] = source[positions]``, in slices where both go on one by one. Neither names a place twice, and
+    places go round the ring at most once."""
     if not len(places):
         return
-    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(positions) != 1)) + 1
+    if places[-1] - places[0] == positions[-1] - positions[0] == len(places) - 1:
+        target[places[0] : places[-1] + 1] = source[positions[0] : positions[-1] + 1]
+        return
+    breaks = np.flatnonzero((places[1:] - places[:-1] != 1) | (positions[1:] - positions[:-1] != 1)) + 1
     if 4 * len(breaks) > len(places):
         target[places] = source[positions]
         return
