@@ -5,7 +5,7 @@
 
 Rows are transitions of 8 environments, of 4 floats ("small") or 84 x 84 x 4 bytes ("images"), in rollouts of ``STEPS``,
 which SB3 is given step by step, as its loop does. Draws are of 256 rows and end as torch tensors on both sides; ours go
-through the runtime and, of small rows, are 16 at once, as in a run with ``updates_per_step = 16``; "one draw": one at a time.
+through the runtime and, of small rows, are 16 at once, as in runs with ``updates_per_step = 16``; "one draw": one by one.
 "priorities": proportional, each draw by itself, with the priorities of what was drawn set anew, which SB3 doesn't have.
 "spill": rows in memory-mapped files. Each side is a process of its own; they take turns round by round, so a loaded machine
 slows all; a number is the median over the rounds but the first. ``resident`` is the process's anonymous memory after it, in
