@@ -37,7 +37,7 @@ class ValueNet(ObservationNet):
 
     With ``config.normalise_returns``, what the layers give is a value in deviations off the mean of ``returns``, those that
     were learned from lately. When these change, the last layer is changed so that values stay what they were (PopArt, van
-    Hasselt et al. 2016); but not at the first time, when no value is worth keeping.
+    Hasselt et al. 2016).
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class ValueNet(ObservationNet):
         super().observe(columns, total)
         if self.returns is not None:
             last: Any = self.mlp.layers[-1]
-            deviation, mean, begun = self._deviation, self.returns.mean.float(), float(self.returns.count) >= 1
+            deviation, mean = self._deviation, self.returns.mean.float()
             self.returns.add(columns["returns"][:, None], total)
-            if begun:
-                last.weight.mul_(deviation / self._deviation)
-                last.bias.mul_(deviation).add_(mean - self.returns.mean.float()).div_(self._deviation)
+            last.weight.mul_(deviation / self._deviation)
+            last.bias.mul_(deviation).add_(mean - self.returns.mean.float()).div_(self._deviation)
 
     def bootstrap(self, batch: Batch) -> Tensor:
         """[B] value of ``final_observations``, also of rows that terminated: estimators leave those out."""
