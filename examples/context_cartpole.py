@@ -28,7 +28,7 @@ def main() -> None:
             experiences = sampler.collect(actor, steps=given.steps)
             advantages = compute_gae(experiences, critic)
             optimizer.update(actor, critic, experiences, advantages)
-            evaluated = sampler.evaluate(actor, episodes=20)
+            evaluated = sampler.evaluate(actor, episodes=100)
             print(f"{ctx}  evaluated {evaluated.score:.0f} [{evaluated.low:.0f}, {evaluated.high:.0f}]", flush=True)
             if evaluated.score >= 475:
                 break

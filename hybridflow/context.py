@@ -25,8 +25,10 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, get_args
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.context_graph import Graphs
@@ -51,7 +53,7 @@ RUNTIMES = ("local", "ray")
 DEVICES = ("auto", "cpu", "cuda")
 COLLECTED = ("sample_id", "observations", "actions", "log_probs", "rewards", "response_mask", "final_observations")
 POLICY_LOSS = ppo_clip.bind(clip=0.2)
-VALUE_LOSS = value_loss.bind(clip=PPOConfig().value_clip)
+VALUE_LOSS = value_loss.bind()  # returns of environments are large: clipped values would follow them slowly
 ESTIMATED = ("values", "advantages", "returns")
 
 
@@ -78,6 +80,8 @@ class HybridFlowContext:
             _refuse(f'HybridFlowContext: workers = {workers} has no effect with runtime = "local"; set runtime = "ray"')
         for name, value, least in (("workers", workers, 0), ("seed", seed, 0), ("threads", threads, 1)):
             _whole(f"HybridFlowContext: {name}", value, least)
+        if device == "cuda" and not torch.cuda.is_available():
+            _refuse('HybridFlowContext: device = "cuda": torch finds no GPU here; use "auto" or "cpu"')
         self._program = Program(Settings(runtime, workers, seed, device, threads))
         self._live: Live | None = None
 
@@ -103,6 +107,7 @@ class HybridFlowContext:
         program = self._creating("create_network")
         role: NetworkRole = "actor" if policy_head else "critic"
         _among("create_network: kind", str(kind).upper(), NETWORKS)
+        _several("create_network: sizes", sizes, "[256, 256]")
         for size in sizes:
             _whole("create_network: a size", size, 1)
         if role in program.networks:
@@ -130,11 +135,12 @@ class HybridFlowContext:
         ``options``: further keys of ``[actor.optimizer]``, such as ``max_grad_norm`` (0.5 when left out).
         """
         program = self._creating("create_optimizer")
-        _among("create_optimizer: kind", kind, OPTIMIZERS)
+        _among("create_optimizer: kind", kind, tuple(OPTIMIZERS))
         _whole("create_optimizer: epochs", epochs, 1)
         _whole("create_optimizer: minibatches", minibatches, 1)
         if program.optimizer is not None:
             _refuse("create_optimizer: this context has an optimizer; name all of its networks in one")
+        _several("create_optimizer: networks", networks, "[actor, critic]")
         if not networks:
             _refuse("create_optimizer: no networks; expected those that it moves, such as [actor, critic]")
         for network in networks:
@@ -211,9 +217,9 @@ class HybridFlowContext:
             self._live.start()
         return self
 
-    def _progress(self) -> str:
-        records = self._program.records
-        return _line(len(records), records[-1]) if records else "first epoch"
+    def _progress(self) -> Text:
+        program = self._program
+        return Text(_line(program.first_epoch + len(program.records), program.records[-1]) if program.records else "")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -280,8 +286,8 @@ class NetworkOptimizer:
     def update(
         self, actor: Network, critic: Network, experiences: Batch, advantages: Batch, *, loss: Fn | None = None
     ) -> None:
-        """PPO: the actor by ``loss`` (ppo_clip, by default), on whitened advantages, and the critic by the clipped value
-        loss, as ``algorithms/ppo.py`` does."""
+        """PPO: the actor by ``loss`` (ppo_clip, by default), on whitened advantages, and the critic by the squared
+        error of its values, as ``algorithms/ppo.py`` does with ``value_clip = 0``."""
         program = self.program
         _check_network(program, "update", actor, "actor")
         _check_network(program, "update", critic, "critic")
@@ -289,6 +295,8 @@ class NetworkOptimizer:
             if network.role not in self.roles:
                 _refuse(f"update: the {network.role} isn't in this optimizer; name it in create_optimizer")
         batch = _joined(experiences, advantages)
+        if not isinstance(loss, Fn | None):
+            _refuse("update: loss is no declared function with its parameters, such as reinforce.bind()")
         loss, workers = loss or POLICY_LOSS, program.workers
         uses = {**actor.use, **critic.use, "optimizer state": self.number}
         told = f"actor by {loss.name}, critic by value_loss"
@@ -307,8 +315,7 @@ def compute_gae(experiences: Batch, critic: Network, gamma: float = 0.99, lam: f
     program = critic.program
     _check_network(program, "compute_gae", critic, "critic")
     _check_columns("compute_gae: experiences", experiences, COLLECTED, "what sampler.collect gave")
-    method = parse(PPOConfig, {"gamma": gamma, "lam": lam}, "compute_gae")
-    program.method = method
+    program.method = parse(PPOConfig, {**program.method.model_dump(), "gamma": gamma, "lam": lam}, "compute_gae")
     with program.line("critic", "compute_gae", f"gamma={gamma}, lam={lam}", critic.use):
         batch = program.workers.critic.compute_values(experiences)
         return program.workers.estimator.compute(batch, gae.bind(gamma=gamma, lam=lam)).select(ESTIMATED)
@@ -349,6 +356,8 @@ def _check_columns(what: str, batch: object, names: Sequence[str], expected: str
 
 
 def _environment(given: Mapping[str, Any]) -> EnvironmentConfig:
+    if not isinstance(given, Mapping):
+        _refuse(f'create_sampler: {given!r}, expected a dict such as {{"env": "CartPole-v1"}}')
     if "env" not in given:
         _refuse(f'create_sampler: no "env" in {dict(given)}; expected the id of an environment: {{"env": "CartPole-v1"}}')
     rest = {key: value for key, value in given.items() if key != "env"}
@@ -364,6 +373,11 @@ def _line(epoch: int, record: Mapping[str, float]) -> str:
 def _whole(what: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
         _refuse(f"{what}: {value!r}, expected a whole number of at least {least}")
+
+
+def _several(what: str, value: object, example: str) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        _refuse(f"{what}: {value!r}, expected a list such as {example}")
 
 
 def _among(what: str, value: object, known: Collection[str]) -> None:

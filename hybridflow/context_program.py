@@ -58,6 +58,7 @@ class Settings:
 class Workers(NamedTuple):
     """What the configuration comes to. ``critic``: None where the program has none."""
 
+    runtime: RecordingRuntime
     parts: EnvironmentParts
     actor: LinkedActor
     critic: Any
@@ -84,7 +85,7 @@ class Program:
         self.networks: dict[NetworkRole, NetConfig] = {}
         self.optimizer: OptimizerConfig | None = None
         self.plan = {"epochs": 1, "minibatches": 1}
-        self.method = PPOConfig(gamma=0.99)
+        self.method = PPOConfig(gamma=0.99, value_clip=0.0)
         self.created: list[Line] = []
         self.records: list[dict[str, float]] = []
         self._epoch: _Epoch | None = None
@@ -151,38 +152,38 @@ class Program:
     def workers(self) -> Workers:
         """Built when first asked for. What the spaces of the environment don't fit is told before any process starts."""
         config = self.config()
-        self.trace = TraceRuntime(workload(config))
-        self._make(config.model_copy(update={"device": "meta"}), self.trace)
-        place(self.trace, config)
+        trace = TraceRuntime(workload(config))
+        self._make(config.model_copy(update={"device": "meta"}), trace)
+        place(trace, config)
         with ExitStack() as running:
-            self.runtime = RecordingRuntime(make_runtime(config), self.trace)
-            running.callback(self.runtime.stop)
-            made = self._make(config, self.runtime)
-            self.runtime.ready()
+            runtime = RecordingRuntime(make_runtime(config), trace)
+            running.callback(runtime.stop)
+            made = Workers(runtime, *self._make(config, runtime))
+            runtime.ready()
             self._running = running.pop_all()
         return made
 
-    def _make(self, config: RunConfig, runtime: Runtime) -> Workers:
+    def _make(self, config: RunConfig, runtime: Runtime) -> tuple[EnvironmentParts, LinkedActor, Any, Estimator]:
         parts = make_parts(config, runtime)
         assert isinstance(parts, EnvironmentParts), "it has an [environment]"
         makers = make_makers(config, parts, runtime)
         critic = makers["critic"]() if "critic" in self.networks else None
-        return Workers(parts, makers["actor"](), critic, makers["estimator"]())
+        return parts, makers["actor"](), critic, makers["estimator"]()
 
     def begin(self, source: Batch) -> None:
         """The epoch before is over, another one starts from the slots of ``source``."""
         self.finish()
         self._epoch = _Epoch(source, time.perf_counter())
-        self.runtime.begin(source, float(source["num_steps"].mean()))
+        self.workers.runtime.begin(source, float(source["num_steps"].mean()))
 
     @contextmanager
     def line(
         self, role: str, verb: str, told: str, uses: Mapping[str, int], changes: tuple[int, ...] = ()
     ) -> Iterator[None]:
         """A call of the program: what happens inside belongs to it."""
-        first = len(self.trace.graph.calls)
+        first = len(self.workers.runtime.trace.graph.calls)
         yield
-        calls = self.trace.graph.calls
+        calls = self.workers.runtime.trace.graph.calls
         worker, lines = calls[first], self._current.lines
         size = worker.rows, worker.tokens_in, worker.tokens_out
         call = Call(len(self.created) + len(lines), role, verb, worker.kind, told, *size, calls[-1].writes)
@@ -200,7 +201,7 @@ class Program:
         epoch = self._epoch
         if epoch is None:
             return self.records[-1] if self.records else {}
-        metrics, spans = self.runtime.drain()
+        metrics, spans = self.workers.runtime.drain()
         epoch.metrics.merge(metrics)
         epoch.spans += spans
         end_s = max((span.start_s + span.duration_s for span in epoch.spans), default=epoch.start_s)
@@ -235,19 +236,17 @@ class Program:
 
     def save_checkpoint(self, folder: Path) -> Path:
         """All that going on exactly needs, in a folder in ``folder``, of which the newest two remain."""
-        self.workers  # noqa: B018
         writing = checkpoint.Writing(folder, self.epochs)
         with writing.discarded_on_error():
-            for name, state in {"program": {"epochs": self.epochs}, **self.runtime.save(writing.partial)}.items():
+            for name, state in self.workers.runtime.save(writing.partial).items():
                 writing.add(name, state)
-            return writing.commit(self.runtime.saved(True) or {}, CheckpointConfig().keep)
+            return writing.commit(self.workers.runtime.saved(True) or {}, CheckpointConfig().keep)
 
     def load_checkpoint(self, path: Path) -> None:
         """Go on from there. CheckpointError: it is of another program, or damaged."""
         saved = checkpoint.load(path)
-        self.workers  # noqa: B018
         with saved.explaining():
-            self.runtime.load(saved.path, saved.state, saved.files)
+            self.workers.runtime.load(saved.path, saved.state, saved.files)
         self.first_epoch = saved.step
 
     # What it looks like.
@@ -255,9 +254,9 @@ class Program:
     def graphs(self) -> Graphs:
         epoch, config = self._current, self.config()
         self.record()
-        seen = self.trace.graph
+        seen = self.workers.runtime.trace.graph
         given = (seen.roles, seen.calls, seen.edges, seen.pools)
-        collected = next(iter(self.runtime.new_bytes.values()), 0)
+        collected = next(iter(self.workers.runtime.new_bytes.values()), 0)
         return Graphs(
             contracted([*self.created, *epoch.lines], seen),
             PhysicalGraph(*given, shards_of(config, epoch.source, collected), self._chosen(config)),
@@ -301,4 +300,4 @@ def reused(graph: Graph) -> list[str]:
     if sampler.copy_of:
         weights = f"the sampler's copy of the actor's weights, published into its place: {memory(sampler.weight_bytes)}"
     inside = memory(sum(transfer.bytes for transfer in graph.transfers() if transfer.source == transfer.target))
-    return [weights, f"columns that are read in the process that wrote them: {inside} in an epoch"]
+    return [weights, f"columns that are read in the pool that wrote them, in place: {inside} in an epoch"]

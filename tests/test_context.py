@@ -241,7 +241,7 @@ def test_bytes_of_the_graphs_are_those_that_pass() -> None:
         graph = ctx.graph
     passing = {edge.column: edge.bytes for edge in graph.logical.edges if edge.reader == 6 and edge.column in batch}
     assert passing.keys() == {
-        "observations", "actions", "log_probs", "response_mask", "sample_id", "values", "returns", "advantages"
+        "observations", "actions", "log_probs", "response_mask", "sample_id", "returns", "advantages"
     }  # fmt: skip
     for column, size in passing.items():
         values = batch[column].values if isinstance(batch[column], Ragged) else None
@@ -294,8 +294,8 @@ def test_what_the_plan_calls_fused_is() -> None:
         parts = Parts(ctx)
         parts.epoch()
         told = ctx.graph.execution.fused
-        learner: Any = ctx._program.runtime.runtime._workers["actor"]  # type: ignore[attr-defined]
-        sampler: Any = ctx._program.runtime.runtime._workers["sampler"]  # type: ignore[attr-defined]
+        learner: Any = ctx._program.workers.runtime.runtime._workers["actor"]  # type: ignore[attr-defined]
+        sampler: Any = ctx._program.workers.runtime.runtime._workers["sampler"]  # type: ignore[attr-defined]
         logits = learner.model(torch.zeros(2, 4))
         assert sampler.source is learner
     assert any("one node of autograd: actor, critic" in line for line in told)
@@ -339,6 +339,18 @@ def test_metrics_and_the_line_tell_of_the_last_epoch(capsys: pytest.CaptureFixtu
     assert capsys.readouterr() == ("", "")  # a program's output is its own
 
 
+def test_on_a_terminal_a_line_follows_the_epochs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with HybridFlowContext() as ctx:
+        parts = Parts(ctx)
+        parts.epoch(), parts.epoch()
+    out, err = capsys.readouterr()
+    assert not out and re.search(r"epoch 2  return .* steps/s .*\n", err)
+
+
 def test_steps_that_environments_can_t_share_evenly() -> None:
     with HybridFlowContext() as ctx:
         parts = Parts(ctx)
@@ -380,6 +392,10 @@ BEFORE: dict[str, tuple[Callable[[HybridFlowContext], object], str]] = {
     "workers": (lambda ctx: HybridFlowContext(workers=2), 'no effect with runtime = "local"'),
     "negative workers": (lambda ctx: HybridFlowContext("ray", workers=-2), "workers: -2, expected a whole number"),
     "threads": (lambda ctx: HybridFlowContext(threads=0), "threads: 0, expected"),
+    "no GPU": (lambda ctx: HybridFlowContext(device="cuda"), "torch finds no GPU here"),
+    "no dict": (lambda ctx: ctx.create_sampler("CartPole-v1"), "'CartPole-v1', expected a dict"),  # type: ignore[arg-type]
+    "no list of sizes": (lambda ctx: ctx.create_network("MLP", 256), "sizes: 256, expected a list"),  # type: ignore[arg-type]
+    "no list of networks": (lambda ctx: ctx.create_optimizer("Adam", 1), "networks: 1, expected a list"),  # type: ignore[arg-type]
     "unknown environment": (lambda ctx: ctx.create_sampler({"env": "CartPol-v1"}), "did you mean 'CartPole-v1'"),
     "no environment": (lambda ctx: ctx.create_sampler({"num_envs": 2}), 'no "env" in'),
     "unknown key": (lambda ctx: ctx.create_sampler({**CARTPOLE, "num_env": 2}), "did you mean num_envs"),
@@ -442,6 +458,10 @@ RUNNING: dict[str, tuple[Mistake, str]] = {
     "discount": (lambda ctx, p: compute_gae(p.epoch(), p.critic, gamma=1.5), "gamma = 1.5"),
     "swapped networks": (lambda ctx, p: p.optimizer.update(p.critic, p.actor, *[p.epoch()] * 2), "can't act"),
     "not in the optimizer": (without_critic, "the critic isn't in this optimizer"),
+    "a loss without parameters": (
+        lambda ctx, p: p.optimizer.update(p.actor, p.critic, *[p.epoch()] * 2, loss=reinforce),  # type: ignore[arg-type]
+        r"such as reinforce\.bind\(\)",
+    ),
     "swapped batches": (
         lambda ctx, p: p.optimizer.update(p.actor, p.critic, compute_gae(p.epoch(), p.critic), p.epoch()),
         "experiences: without",
@@ -472,8 +492,8 @@ def test_after_the_end_everything_is_refused(tmp_path: Path) -> None:
     with HybridFlowContext() as ctx:
         parts = Parts(ctx)
         experiences = parts.epoch()
-        assert ctx._program.trace.roles.keys() == ctx._program.runtime.runtime.roles.keys()  # type: ignore[attr-defined]
-    assert not ctx._program.runtime.runtime.roles  # type: ignore[attr-defined]
+        assert ctx._program.workers.runtime.trace.roles.keys() == ctx._program.workers.runtime.runtime.roles.keys()  # type: ignore[attr-defined]
+    assert not ctx._program.workers.runtime.runtime.roles  # type: ignore[attr-defined]
     assert ctx.epoch == 1 and ctx.graph.logical.calls and ctx.metrics
     calls: list[Callable[[], object]] = [
         lambda: parts.sampler.collect(parts.actor, 8),
