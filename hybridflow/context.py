@@ -124,9 +124,9 @@ class HybridFlowContext:
         kind: str,
         networks: Sequence[Network],
         *,
-        lr: float = 1e-3,
+        lr: float = 3e-4,
         epochs: int = 10,
-        minibatches: int = 16,
+        minibatches: int = 32,
         **options: Any,
     ) -> NetworkOptimizer:
         """What moves the ``networks``: ``update`` goes ``epochs`` times over its experiences, and each time takes one step
