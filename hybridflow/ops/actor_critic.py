@@ -37,7 +37,7 @@ def _adapting(params: Params) -> tuple[str, ...]:
 def _squared(values: Tensor, target: Tensor, columns: Tensors) -> Loss:
     """Sum over the ensemble of squared errors / 2: ``values`` [E, N] against ``target`` [N]."""
     errors = values - target
-    terms = columns["weights"] * (errors**2).sum(0) / 2
+    terms = columns["weights"] / 2 * (errors * errors).sum(0)  # a power's backward pass takes longer
     mean = errors.detach().mean(0)
     return Loss(terms, {"q": values.detach().mean(0), "td_error": mean.abs()}, {"td_errors": mean})
 

@@ -68,9 +68,10 @@ def dqn_loss(
         best = (networks["q"](following) if double else next_values).argmax(-1, keepdim=True)
         target = bootstrapped(columns, next_values.gather(-1, best).squeeze(-1))
     chosen = values.gather(-1, columns["actions"][:, None]).squeeze(-1)
-    errors = (chosen - target).detach()
-    terms = columns["weights"] * _huber(chosen - target, huber_delta)
-    return Loss(terms, {"q": chosen.detach(), "td_error": errors.abs()}, {"td_errors": errors})
+    errors = chosen - target
+    fixed = errors.detach()
+    terms = columns["weights"] * _huber(errors, huber_delta)
+    return Loss(terms, {"q": chosen.detach(), "td_error": fixed.abs()}, {"td_errors": fixed})
 
 
 @columns(reads=TRANSITION, writes=("td_errors",), on="networks")
@@ -106,7 +107,8 @@ def _of_actions(x: Tensor, actions: Tensor) -> Tensor:
 
 
 def _huber(errors: Tensor, delta: float | None) -> Tensor:
-    clipped = errors if delta is None else errors.clamp(-delta, delta)
+    # The derivative is the clipped error, so that takes part as a constant.
+    clipped = errors.detach() if delta is None else errors.detach().clamp(-delta, delta)
     return clipped * (errors - clipped / 2)
 
 

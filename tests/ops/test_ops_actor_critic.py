@@ -41,14 +41,7 @@ def of_mlp(mlp):
 
 def members(mlp):
     """The layers of every member of an ensemble."""
-    out = []
-    for member in range(2 if len(mlp.weights[0]) > 1 else 1):
-        layers = []
-        for weight, bias in zip(mlp.weights, mlp.biases, strict=True):
-            rows = bias.detach().double().numpy().reshape(len(weight), -1)
-            layers.append((weight[member].detach().double().numpy(), rows[member]))
-        out.append(layers)
-    return out
+    return [of_mlp(member) for member in mlp.members]
 
 
 def spread(module, seed):
