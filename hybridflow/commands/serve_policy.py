@@ -36,33 +36,27 @@ def serve_policy(run: Path, address: tuple[str, int], limits: tuple[float, int, 
     with _stopped_by_signals() as stop:
         if follow and not _there(file, stop):
             return
+        seen = _stamp(file)
         policy = Policy.load(run)
-        if policy.config.actor.net.memory:
-            kind = policy.config.actor.net.kind
-            raise ModelError(f"{run}: its policy has a memory (actor.net.kind = {kind!r}); expected one without, to serve")
-        server, looks = PolicyServer(policy.acting, policy.spaces, address, chosen), _Looks(file)
+        server = PolicyServer(policy.acting, policy.spaces, address, chosen, policy.version)
         _warn(address[0], server)
-        looks.changed()
-        server.update(*read_policy(file))  # what was loaded tells no version, and may be older while it is trained
         with server:
             print(f"serving {run}, version {server.version}, at {server.url}; Ctrl-C stops", flush=True)
             while not stop.wait(LOOK_S):
-                if follow and looks.changed():
+                found = _stamp(file)
+                if follow and found != seen:
                     _take(server, file)
+                seen = found
         told = server.metrics()
     print(f"stopped after {told['requests']['answered']} answers, at version {told['policy_version']}", flush=True)
 
 
-class _Looks:
-    """Whether a file is another one than before."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._seen = file, (0, 0)
-
-    def changed(self) -> bool:
-        found = self._file.stat()
-        before, self._seen = self._seen, (found.st_ino, found.st_mtime_ns)
-        return before != self._seen
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Differs when a file has been replaced; None where there is none."""
+    if not file.is_file():
+        return None
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _take(server: PolicyServer, file: Path) -> None:

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridflow.core.batch import Array
-from hybridflow.serving.served import Actions
+from hybridflow.serving.served import Actions, Asked
 
 __all__ = ["ArrivalClock", "Batcher", "BusyError", "OverdueError"]
 
@@ -59,9 +58,13 @@ class ArrivalClock(selectors.DefaultSelector):
 class Waiting(NamedTuple):
     """A request that waits: ``done`` gets its actions."""
 
-    observations: Array
+    asked: Asked
     deadline: float
     done: asyncio.Future[Actions]
+
+    @property
+    def size(self) -> int:
+        return len(self.asked.observations)
 
 
 class Batcher:
@@ -69,7 +72,7 @@ class Batcher:
 
     def __init__(
         self,
-        act: Callable[[Array], Actions],
+        act: Callable[[Asked], Actions],
         budget_s: float,
         max_batch: int,
         forwards: Callable[[int], None] = lambda _: None,
@@ -80,14 +83,14 @@ class Batcher:
         """what a forward takes; from the end of one to that of the next, when requests wait"""
         self._running: asyncio.Task[None] | None = None
 
-    async def answer(self, observations: Array, arrived: float) -> Actions:
-        """Actions at observations [B, ...], at most ``max_batch``, that ``arrived`` then on the monotonic clock."""
+    async def answer(self, asked: Asked, arrived: float) -> Actions:
+        """Actions at observations, at most ``max_batch``, that ``arrived`` then on the monotonic clock."""
         loop, deadline = asyncio.get_running_loop(), arrived + self.budget_s
-        before = sum(len(one.observations) for one in self._waiting)
-        turns = math.ceil((before + len(observations)) / self.max_batch) if before else 0
+        before = sum(one.size for one in self._waiting)
+        turns = math.ceil((before + len(asked.observations)) / self.max_batch) if before else 0
         if time.monotonic() + turns * self._turn_s.value > deadline:
             raise self._busy()
-        request = Waiting(observations, deadline, loop.create_future())
+        request = Waiting(asked, deadline, loop.create_future())
         self._waiting.append(request)
         if self._running is None:
             # A task begins in the loop's next turn: all that was read in this one has joined by then.
@@ -118,31 +121,29 @@ class Batcher:
         waiting = [one for one in waiting if one.deadline >= soonest] or [hopeless.pop() for _ in hopeless[:1]]
         for one in hopeless:
             one.done.set_exception(self._busy())
-        sizes = itertools.accumulate(len(one.observations) for one in waiting)
+        sizes = itertools.accumulate(one.size for one in waiting)
         number = sum(size <= self.max_batch for size in sizes)
         self._waiting = waiting[number:]
         return waiting[:number]
 
     def _answer(self, batch: Sequence[Waiting]) -> None:
         try:
-            actions, version = self.act(np.concatenate([one.observations for one in batch]))
+            actions, version, memory = self.act(
+                Asked(*map(np.concatenate, zip(*(one.asked for one in batch), strict=True)))
+            )
         except Exception as error:  # theirs who wait; others may still be answered
             for one in batch:
                 one.done.set_exception(error)
             return
         self._forwards(len(actions))
-        for one, part in zip(batch, split(actions, batch), strict=True):
-            one.done.set_result(Actions(part, version))
+        ends = np.cumsum([one.size for one in batch])[:-1]
+        for one, acted, remembered in zip(batch, np.split(actions, ends), np.split(memory, ends), strict=True):
+            one.done.set_result(Actions(acted, version, remembered))
 
     def _busy(self) -> BusyError:
         return BusyError(
             f"busy: no action within {1000 * self.budget_s:g} ms; {len(self._waiting)} requests wait before it"
         )
-
-
-def split(actions: Array, batch: Sequence[Waiting]) -> list[Array]:
-    """The actions of each request."""
-    return np.split(actions, np.cumsum([len(one.observations) for one in batch])[:-1])
 
 
 class Mean:

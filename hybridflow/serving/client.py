@@ -26,7 +26,8 @@ BINARY = "application/octet-stream"
 class PolicyClient:
     """One connection to the policy server at ``url``, which stays open; for one thread. UserError: no server is there.
 
-    ``timeout_s``: from asking until the action is there; what comes later is none.
+    ``memory_size``: numbers that the policy remembers of an episode. ``timeout_s``: from asking until the action is there;
+    what comes later is none.
     """
 
     def __init__(self, url: str, timeout_s: float = 1.0) -> None:
@@ -34,6 +35,7 @@ class PolicyClient:
         self._connection = HTTPConnection(*_host_and_port(url), timeout=timeout_s)
         try:
             health = json.loads(self._ask("GET", "/health"))
+            self.memory_size = int(health["memory_size"])
             self._shape, self._dtype = _shape_and_type(health["observations"])
             self._action_shape, self._action_dtype = _shape_and_type(health["actions"])
         except (ValueError, KeyError, TypeError):
@@ -41,7 +43,17 @@ class PolicyClient:
             raise UserError(f"policy server {url}: answers otherwise; is it a policy server?") from None
 
     def act(self, observations: Any) -> tuple[Array, int]:
-        """The action at one observation, or [B, ...] at each of [B, ...], and the version of the policy that chose.
+        """The action at one observation, or [B, ...] at each of [B, ...], and the version of the policy that chose; see
+        ``step``, with which policies that have a memory are asked."""
+        if self.memory_size:
+            raise DataError(
+                f"policy server {self.url}: the policy remembers; call step(observation, memory), at first None"
+            )
+        actions, _, version = self.step(observations)
+        return actions, version
+
+    def step(self, observations: Any, memory: Array | None = None) -> tuple[Array, Array, int]:
+        """The actions, the memory [M] or [B, M] for the next step, and the version. Episodes begin with None.
 
         LateError: there is no action in time, since the server is busy (503), late (504) or doesn't answer. DataError: the
         server can't use the observations (400, 413). UserError: the server has gone.
@@ -49,12 +61,22 @@ class PolicyClient:
         seen = np.asarray(observations)
         if seen.dtype != self._dtype and not np.can_cast(seen.dtype, self._dtype, "same_kind"):
             raise DataError(f"policy server {self.url}: observations of {seen.dtype}, expected {self._dtype.name}")
-        body = np.ascontiguousarray(seen, self._dtype).tobytes()
         if seen.shape not in (self._shape, (*seen.shape[:1], *self._shape)):
             raise DataError(f"policy server {self.url}: observations of shape {seen.shape}, expected {self._shape}")
-        answer = np.frombuffer(self._ask("POST", "/act", body), self._action_dtype).reshape(-1, *self._action_shape)
-        actions = answer.astype(self._action_dtype.newbyteorder("="))
-        return (actions[0] if seen.shape == self._shape else actions), self._version
+        one = seen.shape == self._shape
+        number = 1 if one else len(seen)
+        given = np.zeros((number, self.memory_size)) if memory is None else memory
+        if np.size(given) != number * self.memory_size:
+            raise DataError(
+                f"policy server {self.url}: memory of shape {np.shape(given)}, expected that of the last answer"
+            )
+        body = np.ascontiguousarray(seen, self._dtype).tobytes() + np.ascontiguousarray(given, "<f4").tobytes()
+        answer = self._ask("POST", "/act", body)
+        acted = len(answer) - 4 * number * self.memory_size
+        actions = np.frombuffer(answer[:acted], self._action_dtype).astype(self._action_dtype.newbyteorder("="))
+        after = np.frombuffer(answer[acted:], "<f4").astype(np.float32).reshape(number, self.memory_size)
+        actions = actions.reshape(number, *self._action_shape)
+        return (actions[0], after[0], self._version) if one else (actions, after, self._version)
 
     def metrics(self) -> dict[str, Any]:
         """Counts, latencies and sizes of batches, of all clients."""

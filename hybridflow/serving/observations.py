@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hybridflow.core.batch import Array
+from hybridflow.serving.served import Asked
 
 __all__ = ["Observations"]
 
@@ -18,10 +19,10 @@ NUMBER = 32
 
 
 class Observations:
-    """Up to ``max_batch`` observations of a ``space`` (Gymnasium's) in a request."""
+    """Up to ``max_batch`` observations of a ``space`` (Gymnasium's) in a request, each with ``memory_size`` numbers."""
 
-    def __init__(self, space: Any, max_batch: int) -> None:
-        self.space, self.max_batch = space, max_batch
+    def __init__(self, space: Any, max_batch: int, memory_size: int = 0) -> None:
+        self.space, self.max_batch, self.memory_size = space, max_batch, memory_size
         self.shape, self.dtype = tuple(space.shape or ()), np.dtype(space.dtype)
         self._row_numbers: int = math.prod(self.shape)
         self._row_bytes: int = self.dtype.itemsize * self._row_numbers
@@ -29,14 +30,18 @@ class Observations:
     @property
     def max_bytes(self) -> int:
         """No request is larger."""
-        return 1024 + self.max_batch * NUMBER * self._row_numbers
+        return 1024 + self.max_batch * NUMBER * (self._row_numbers + self.memory_size)
 
-    def example(self, number: int) -> Array:
-        """[number, ...] observations like those of the space."""
-        return np.full((number, *self.shape), getattr(self.space, "start", 0), self.dtype)
+    def example(self, number: int) -> Asked:
+        """Observations like those of the space, of episodes that begin."""
+        return self.beginning(np.full((number, *self.shape), getattr(self.space, "start", 0), self.dtype))
 
-    def from_json(self, body: bytes) -> Array:
-        """[B, ...] of {"observations": [...]}. ValueError says what is wrong."""
+    def beginning(self, observations: Array) -> Asked:
+        """Observations [B, ...] of episodes that begin."""
+        return Asked(observations, np.zeros((len(observations), self.memory_size), np.float32))
+
+    def from_json(self, body: bytes) -> Asked:
+        """Of {"observations": [...], "memory": [[...], ...]}; without memory episodes begin. ValueError: what is wrong."""
         try:
             content = json.loads(body)
         except RecursionError:
@@ -50,14 +55,30 @@ class Observations:
             values = np.array(rows)
         except ValueError:
             raise ValueError(f"observations differ in shape; {self._expected()}") from None
-        return self._checked(values)
+        begun = self.beginning(self._checked(values))
+        if "memory" not in content:
+            return begun
+        try:
+            memory = np.array(content["memory"], np.float32)
+        except (ValueError, TypeError):
+            memory = np.zeros(0, np.float32)
+        return self._remembered(begun, memory)
 
-    def from_bytes(self, body: bytes) -> Array:
-        """[B, ...] of the numbers one behind the other, little-endian. ValueError says what is wrong."""
-        if len(body) % self._row_bytes:
-            raise ValueError(f"{len(body)} bytes, of {self._row_bytes} an observation; {self._expected()}")
-        values = np.frombuffer(body, self.dtype.newbyteorder("<")).reshape(-1, *self.shape)
-        return self._checked(values.astype(self.dtype))
+    def from_bytes(self, body: bytes) -> Asked:
+        """Of the observations' numbers, one behind the other, little-endian, and those of the memories behind them, of four
+        bytes. ValueError says what is wrong."""
+        row = self._row_bytes + 4 * self.memory_size
+        if len(body) % row:
+            raise ValueError(f"{len(body)} bytes, of {row} an observation; {self._expected()}")
+        observed = len(body) // row * self._row_bytes
+        values = np.frombuffer(body[:observed], self.dtype.newbyteorder("<")).reshape(-1, *self.shape)
+        memory = np.frombuffer(body[observed:], "<f4").reshape(len(values), self.memory_size)
+        return self._remembered(self.beginning(self._checked(values.astype(self.dtype))), memory.astype(np.float32))
+
+    def _remembered(self, begun: Asked, memory: Array) -> Asked:
+        if memory.shape != begun.memory.shape or not np.isfinite(memory).all():
+            raise ValueError(f"memory: expected that of the last answers, {begun.memory.shape} finite numbers")
+        return Asked(begun.observations, memory)
 
     def _checked(self, values: Array) -> Array:
         if values.ndim == 0 or values.shape[1:] != self.shape or len(values) == 0:

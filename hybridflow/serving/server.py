@@ -9,6 +9,9 @@
     400 what is wrong with the request    413 it is too large    503 busy: too many connections, or no action can be there
     504 the action came too late          within the budget; nothing was computed
 
+Policies with a memory are asked with it, and answer it (``"memory": [[...], ...]``, or its numbers behind the others): the
+server keeps nothing of an episode. Without it, an episode begins.
+
 One thread reads requests, acts and answers; ``batches`` says how requests come together and what the budget is. A
 connection asks for one thing at a time, so a limit of connections bounds how many requests wait, wherever they do.
 """
@@ -32,7 +35,7 @@ from hybridflow.core.batch import Array
 from hybridflow.core.errors import UserError
 from hybridflow.serving.batches import ArrivalClock, Batcher, BusyError, OverdueError
 from hybridflow.serving.observations import Observations
-from hybridflow.serving.served import ActingNetwork, Actions, ServedPolicy
+from hybridflow.serving.served import ActingNetwork, Actions, Asked, ServedPolicy
 from hybridflow.serving.statistics import Statistics
 
 try:
@@ -77,10 +80,10 @@ class PolicyServer:
     ) -> None:
         self.limits = limits or Limits()
         self._policy, self._address = ServedPolicy(acting, version), address
-        self._observations = Observations(spaces[0], self.limits.max_batch)
+        self._observations = Observations(spaces[0], self.limits.max_batch, self._policy.memory_size)
         self._actions = {"shape": list(spaces[1].shape or ()), "dtype": str(np.dtype(spaces[1].dtype))}
         self._statistics = Statistics()
-        self._batcher = Batcher(self.act, self.limits.budget_s, self.limits.max_batch, self._statistics.forward)
+        self._batcher = Batcher(self._policy.act, self.limits.budget_s, self.limits.max_batch, self._statistics.forward)
         self.forward_s = self._slowest_forward()
 
     @property
@@ -93,9 +96,11 @@ class PolicyServer:
     def version(self) -> int:
         return self._policy.version
 
-    def act(self, observations: Array) -> Actions:
-        """In process, at once: actions [B, ...] at observations [B, ...] of the space's type."""
-        return self._policy.act(observations)
+    def act(self, observations: Array, memory: Array | None = None) -> Actions:
+        """In process, at once: actions [B, ...] at observations [B, ...] of the space's type, and ``memory`` [B, M] of
+        their episodes, for policies that have one; None where they begin."""
+        asked = self._observations.beginning(observations)
+        return self._policy.act(asked if memory is None else Asked(observations, memory))
 
     def update(self, weights: Mapping[str, Tensor | Array], version: int) -> None:
         """Answer with other weights from the next forward on; see ``ServedPolicy.update``."""
@@ -111,7 +116,7 @@ class PolicyServer:
         full, taken = self._observations.example(self.limits.max_batch), []
         for _ in range(4):
             begun = time.perf_counter()
-            self.act(full)
+            self._policy.act(full)
             taken.append(time.perf_counter() - begun)
         return min(taken)
 
@@ -120,7 +125,8 @@ class PolicyServer:
         observed = {"shape": list(self._observations.shape), "dtype": str(self._observations.dtype)}
         spaces = {"observations": observed, "actions": self._actions}
         limits = {"budget_ms": 1000 * self.limits.budget_s, "max_batch": self.limits.max_batch}
-        return {"status": "ok", "policy_version": self.version, **spaces, **limits}
+        told = {"status": "ok", "policy_version": self.version, "memory_size": self._policy.memory_size}
+        return {**told, **spaces, **limits}
 
     def __enter__(self) -> Self:
         self._started, self._clock, self._stopping = Future[None](), ArrivalClock(), False
@@ -185,12 +191,13 @@ class PolicyServer:
     async def _acted(self, request: web.Request) -> web.Response:
         body = await request.read()
         arrived, binary = self._clock.arrived, request.headers.get("Content-Type") == BINARY
-        observations = self._observations.from_bytes(body) if binary else self._observations.from_json(body)
-        actions, version = await self._batcher.answer(observations, arrived)
+        asked = self._observations.from_bytes(body) if binary else self._observations.from_json(body)
+        actions, version, memory = await self._batcher.answer(asked, arrived)
         self._statistics.answered(self._loop.time() - arrived)
         if not binary:
-            return self._answer({"actions": actions.tolist(), "policy_version": version})
-        numbers = actions.astype(actions.dtype.newbyteorder("<")).tobytes()
+            remembered = {"memory": memory.tolist()} if self._policy.memory_size else {}
+            return self._answer({"actions": actions.tolist(), "policy_version": version, **remembered})
+        numbers = b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in (actions, memory))
         response = web.Response(body=numbers, headers={"Policy-Version": str(version)}, content_type=BINARY)
         return self._closing(response, self._stopping)
 

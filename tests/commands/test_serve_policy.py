@@ -23,6 +23,7 @@ from gymnasium.spaces import Box
 
 from hybridflow.core.errors import ModelError
 from hybridflow.models.exported import read_policy, save_policy
+from hybridflow.models.nets import NetConfig, make_policy
 from hybridflow.policy import Policy
 from hybridflow.serving.client import PolicyClient
 from hybridflow.serving.server import Limits, PolicyServer
@@ -153,7 +154,7 @@ def test_the_control_loop_holds_its_action_where_none_comes() -> None:
     spaces = Box(-8, 8, (3,), np.float32), Box(-2, 2, (1,), np.float32)
 
     class Slow(torch.nn.Module):
-        network, seconds = torch.nn.Identity(), 0.0
+        network, seconds = make_policy(*spaces, NetConfig(hidden=()), torch.Generator()), 0.0
 
         def forward(self, observations: torch.Tensor) -> torch.Tensor:
             time.sleep(Slow.seconds)
@@ -164,10 +165,3 @@ def test_the_control_loop_holds_its_action_where_none_comes() -> None:
         Slow.seconds = 0.5
         assert loop.action(np.zeros(3), held) is held
         assert (loop.missed, loop.versions, loop.latencies_s) == (1, set(), [])
-
-
-def test_a_policy_with_a_memory_is_refused(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
-    config = written(tmp_path, with_keys(CARTPOLE, actor__net__kind="gru", actor__net__hidden=[8], train__steps=1))
-    assert hybridflow("train", config).code == 0
-    outcome = hybridflow("serve", tmp_path / "run", "--port", 0)
-    assert outcome.code == 2 and "its policy has a memory (actor.net.kind = 'gru')" in outcome.err

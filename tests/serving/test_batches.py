@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.batch import Array
 from hybridflow.serving.batches import ArrivalClock, Batcher, BusyError, OverdueError
-from hybridflow.serving.served import Actions
+from hybridflow.serving.served import Actions, Asked
 
 
 class Forwards:
@@ -22,20 +21,21 @@ class Forwards:
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.sizes, self.wrong = seconds, list[int](), False
 
-    def __call__(self, observations: Array) -> Actions:
-        self.sizes.append(len(observations))
+    def __call__(self, asked: Asked) -> Actions:
+        self.sizes.append(len(asked.observations))
         time.sleep(self.seconds)
         if self.wrong:
             raise ZeroDivisionError
-        return Actions(2 * observations, len(self.sizes))
+        return Actions(2 * asked.observations, len(self.sizes), asked.memory + 1)
 
 
 async def together(*answers: Awaitable[Actions]) -> list[Any]:
     return await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 20)
 
 
-def rows(*values: float) -> Array:
-    return np.array(values, np.float32)[:, None]
+def rows(*values: float) -> Asked:
+    observations = np.array(values, np.float32)[:, None]
+    return Asked(observations, 10 * observations)
 
 
 def now() -> float:
@@ -52,6 +52,7 @@ def test_requests_share_forwards_in_their_order_and_are_never_cut() -> None:
 
     found = asyncio.run(ask())
     assert [actions.actions[:, 0].tolist() for actions in found] == [[2, 4], [6], [8, 10], [12], [14, 16, 18]]
+    assert [actions.memory[:, 0].tolist() for actions in found] == [[11, 21], [31], [41, 51], [61], [71, 81, 91]]
     assert forwards.sizes == [3, 3, 3] and [actions.version for actions in found] == [1, 1, 2, 2, 3]
 
 

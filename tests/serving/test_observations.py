@@ -32,7 +32,8 @@ def asked(rows: Any) -> bytes:
 def test_json_and_bytes_are_the_same_observations(space: Any, rows: Any) -> None:
     read = Observations(space, 4)
     expected = np.array(rows, space.dtype)
-    for found in (read.from_json(asked(rows)), read.from_bytes(expected.tobytes())):
+    for found, memory in (read.from_json(asked(rows)), read.from_bytes(expected.tobytes())):
+        assert memory.shape == (len(rows), 0)
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == space.dtype and found.flags.writeable
 
@@ -90,3 +91,18 @@ def test_a_full_request_is_within_the_largest() -> None:
     read = Observations(OBSERVED, 4)
     full = json.dumps({"observations": np.full((4, 3), -1.2345678901234567e-300).tolist()}, indent=1).encode()
     assert len(full) <= read.max_bytes < 2000
+
+
+def test_memories_come_with_their_observations() -> None:
+    read, observed = Observations(OBSERVED, 4, memory_size=2), np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+    memory = np.array([[0.5, -1], [0.25, 8]], np.float32)
+    body = json.dumps({"observations": observed.tolist(), "memory": memory.tolist()}).encode()
+    for found in (read.from_json(body), read.from_bytes(observed.tobytes() + memory.tobytes())):
+        np.testing.assert_array_equal(found.observations, observed)
+        np.testing.assert_array_equal(found.memory, memory)
+    np.testing.assert_array_equal(read.from_json(asked(observed.tolist())).memory, np.zeros((2, 2)))
+    for wrong in ([[1, 2]], [[1], [2]], [[1, 2], [3, float("nan")]], "x", None, [[1, 2], [3]]):
+        with pytest.raises(ValueError, match=r"memory: expected that of the last answers, \(2, 2\) finite numbers"):
+            read.from_json(json.dumps({"observations": observed.tolist(), "memory": wrong}).encode())
+    with pytest.raises(ValueError, match="12 bytes, of 20 an observation"):
+        read.from_bytes(observed[0].tobytes())

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from served_policies import DONE, OBSERVED, Slow, acting, observations, weights
+from served_policies import DONE, OBSERVED, Slow, acting, observations, remembering, weights
+from served_policies import asked as asked_for
 
 from hybridflow.core.errors import DataError, LateError, UserError
 from hybridflow.serving.client import PolicyClient
@@ -110,7 +111,7 @@ def test_a_hundred_updates_lose_and_mix_nothing(server: PolicyServer) -> None:
         told = [version for *_, version in per_connection]
         assert told == sorted(told) and len(told) > 20
         for seen, action, version in per_connection:
-            np.testing.assert_allclose(action, policies[version].act(seen[None]).actions[0], atol=1e-6)
+            np.testing.assert_allclose(action, policies[version].act(asked_for(seen[None])).actions[0], atol=1e-6)
     assert len({version for per in answers for *_, version in per}) > 50
     metrics = server.metrics()
     assert metrics["requests"]["answered"] == sum(map(len, answers)) and metrics["updates"] == 100
@@ -120,7 +121,7 @@ def test_a_hundred_updates_lose_and_mix_nothing(server: PolicyServer) -> None:
 def test_versions_can_be_told_apart() -> None:
     """What the test above rests on: the policies' actions differ by far more than rounding."""
     seen = observations(50)
-    found = np.array([ServedPolicy(acting(version)).act(seen).actions for version in range(8)])
+    found = np.array([ServedPolicy(acting(version)).act(asked_for(seen)).actions for version in range(8)])
     assert min(np.abs(one - other).mean() for i, one in enumerate(found) for other in found[:i]) > 0.05
 
 
@@ -194,7 +195,10 @@ def test_health_and_metrics(server: PolicyServer) -> None:
     told = asked(server, "GET", "/health")
     space, actions = {"shape": [3], "dtype": "float32"}, {"shape": [2], "dtype": "float32"}
     limits = {"budget_ms": 60_000.0, "max_batch": 64}
-    assert told == (200, {"status": "ok", "policy_version": 5, "observations": space, "actions": actions, **limits})
+    assert told == (
+        200,
+        {"status": "ok", "policy_version": 5, "memory_size": 0, "observations": space, "actions": actions, **limits},
+    )
     _, metrics = asked(server, "GET", "/metrics")
     assert metrics["latency_ms"] == {} and metrics["batches"]["mean"] == 0
     with PolicyClient(server.url, timeout_s=30) as client:
@@ -309,3 +313,34 @@ def test_the_client_tells_observations_that_do_not_fit(server: PolicyServer) -> 
             with pytest.raises(DataError, match=message):
                 client.act(wrong)
         assert client.act(np.zeros(3))[1] == 5
+
+
+def test_who_asks_brings_the_memory_of_the_episode() -> None:
+    made, seen = remembering(), observations(6)
+    with PolicyServer(made, (OBSERVED, DONE), limits=PATIENT) as server, PolicyClient(server.url, timeout_s=30) as client:
+        expected, memory = [], torch.zeros(1, 16)
+        for one in seen:
+            action, memory = made(torch.from_numpy(one[None]), memory)
+            expected.append(action[0].numpy())
+        remembered, other = None, None
+        for one, action in zip(seen, expected, strict=True):
+            found, remembered, version = client.step(one, remembered)
+            np.testing.assert_allclose(found, action, atol=1e-6)
+            assert version == 0 and remembered.shape == (16,)
+            _, other, _ = client.step(np.stack([one, -one]), other)  # two other episodes beside it
+            assert other.shape == (2, 16)
+        np.testing.assert_allclose(remembered, memory[0].numpy(), atol=1e-6)
+        np.testing.assert_allclose(other[0], memory[0].numpy(), atol=1e-6)
+        assert not np.allclose(client.step(seen[-1])[0], expected[-1], atol=1e-4)  # it does remember
+        asked_with = {"observations": seen[:1].tolist(), "memory": np.zeros((1, 16)).tolist()}
+        _, answer = asked(server, "POST", "/act", json.dumps(asked_with).encode())
+        np.testing.assert_allclose(answer["actions"][0], expected[0], atol=1e-6)
+        assert np.shape(answer["memory"]) == (1, 16)
+        np.testing.assert_allclose(server.act(seen[:1]).actions[0], expected[0], atol=1e-6)
+        for ask, message in (
+            (lambda: client.act(seen[0]), r"the policy remembers; call step\(observation, memory\)"),
+            (lambda: client.step(seen[0], np.zeros(15)), r"memory of shape \(15,\), expected that of the last answer"),
+            (lambda: client.step(seen[0], np.full(16, np.nan)), "memory: expected that of the last answers"),
+        ):
+            with pytest.raises(DataError, match=message):
+                ask()
