@@ -17,6 +17,7 @@ from torch import nn
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_algorithm, make_makers, make_parts
 from hybridflow.build_environment import EnvironmentParts
+from hybridflow.build_replay import replay_role
 from hybridflow.config import RunConfig
 from hybridflow.controller.trace_runtime import TraceRuntime, Workload
 from hybridflow.core.batch import Batch
@@ -58,7 +59,8 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
         first = first.rows(parts.shares[0])
         runtime.workload = replace(runtime.workload, types={**runtime.workload.types, "gradients": _gradients(runtime)})
     batch = algorithm.rollout(runtime.source(*given, first))
-    if config.replays:
+    if config.replays and config.environment is not None:
+        runtime.role(replay_role(config, spaces_of(config.environment)))
         draws = config.draws_per_update
         runtime.times = config.updates_per_step // draws
         batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, draws * config.replay.batch_size)
@@ -144,7 +146,8 @@ def _role_size(role: Role[Any], runtime: TraceRuntime, where: str, mesh: Mesh) -
     if "specs" in role.args:
         return RoleSize(role.name, worker, "own processes", ", ".join(spec.function for spec in role.args["specs"]))
     if "networks" not in role.args:
-        return RoleSize(role.name, worker, DRIVER, "")
+        rows = f"{role.args['capacity']:,} rows" if role.name == "replay" else ""
+        return RoleSize(role.name, worker, DRIVER, rows)
     return _with_networks(RoleSize(role.name, worker, where, role.args["networks"].model), role.args, mesh)
 
 
