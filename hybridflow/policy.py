@@ -112,10 +112,9 @@ class Policy:
         """
         if self.memory_size:
             raise DataError("this policy remembers: call step(observation, memory), with None for the memory at first")
-        seen = self._checked(np.asarray(observations))
-        one = seen.shape == (self.spaces[0].shape or ())
+        batch, one = self._batch(np.asarray(observations))
         with torch.inference_mode():
-            actions: Array = self.acting(torch.from_numpy(seen[None] if one else seen)).numpy()
+            actions: Array = self.acting(torch.from_numpy(batch)).numpy()
         return actions[0] if one else actions
 
     @property
@@ -126,24 +125,24 @@ class Policy:
     def step(self, observations: Any, memory: Array | None = None) -> tuple[Array, Array]:
         """``act`` of any policy, also of those with a memory: the actions, and the memory [M] or [B, M] afterwards, for the
         next step. Episodes begin with None."""
-        seen = self._checked(np.asarray(observations))
-        one = seen.shape == (self.spaces[0].shape or ())
-        batch = seen[None] if one else seen
+        batch, one = self._batch(np.asarray(observations))
         given = np.zeros((len(batch), self.memory_size), np.float32) if memory is None else memory
         with torch.inference_mode():
             found = self.acting(torch.from_numpy(batch), torch.from_numpy(given.reshape(len(batch), self.memory_size)))
         actions, after = (part.numpy() for part in found)
         return (actions[0], after[0]) if one else (actions, after)
 
-    def _checked(self, observations: Array) -> Array:
-        space = self.spaces[0]
-        shape = space.shape or ()
-        if observations.shape not in (shape, (len(observations), *shape) if observations.ndim else shape):
+    def _batch(self, observations: Array) -> tuple[Array, bool]:
+        """[B, ...] of the space's type, and whether it was a single one."""
+        space, shape = self.spaces[0], self.spaces[0].shape or ()
+        one = observations.shape == shape
+        if not one and observations.shape[1:] != shape:
             expected = f"{shape}, or {('B', *shape)} for several".replace("'", "")
             raise DataError(f"observations of shape {observations.shape}: expected {expected}")
         if observations.dtype != space.dtype and not np.can_cast(observations.dtype, space.dtype, "same_kind"):
             raise DataError(f"observations of type {observations.dtype}: expected {space.dtype}, as in {space}")
-        return observations.astype(space.dtype, copy=False)
+        batch = observations.astype(space.dtype, copy=False)
+        return (batch[None] if one else batch), one
 
     def episode(self, number: int, options: Mapping[str, Any] | None = None) -> Iterator[Moment]:
         """Play episode ``number`` of the run's evaluations, with further ``options`` of the environment: its moments, from
