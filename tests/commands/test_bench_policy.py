@@ -40,7 +40,7 @@ def test_rare_slow_steps_are_seen() -> None:
 
     def act(observation: Any, memory: int | None) -> Any:
         calls.append(observation)
-        time.sleep(0.01 if len(calls) % 100 == 0 else 0)
+        time.sleep(0.01 if len(calls) % 500 == 0 else 0)
         return observation, (memory or 0) + 1
 
     measured: Any = bench_policy._measured("torch", act, ["a", "b", "c"], 2000)
