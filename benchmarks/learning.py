@@ -51,6 +51,7 @@ TARGETS = {
     "ddpg_pendulum": Target("Pendulum-v1", -170, "-152 at 20k"),
     "ppo_pendulum": Target("Pendulum-v1", -200, "-172 at 100k"),
     "q_learning_frozenlake": Target("FrozenLake-v1", 0.7),
+    "ppo_lunarlander": Target("LunarLander-v3", 200, "242 at 1M, of v2"),
     "ppo_simple_spread": Target("simple_spread", -60),
     "mappo_simple_spread": Target("simple_spread", -60),
 }
