@@ -52,6 +52,7 @@ TARGETS = {
     "ppo_pendulum": Target("Pendulum-v1", -200, "-172 at 100k"),
     "q_learning_frozenlake": Target("FrozenLake-v1", 0.7),
     "ppo_lunarlander": Target("LunarLander-v3", 200, "242 at 1M, of v2"),
+    "ppo_acrobot": Target("Acrobot-v1", -100, "-74 at 1M"),
     "ppo_simple_spread": Target("simple_spread", -60),
     "mappo_simple_spread": Target("simple_spread", -60),
 }
