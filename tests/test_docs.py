@@ -34,6 +34,7 @@ SHORT = {
     "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
     "dqn_cartpole.toml": ["--train.steps", "300", "--evaluation.limit", "2"],
     "a3c_cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
+    "ppo_minigrid.toml": ["--train.steps", "1", "--evaluation.limit", "2"],
     "sac_pendulum.toml": ["--train.steps", "30", "--evaluation.limit", "2"],
     "sft_addition.toml": ["--train.steps", "3", "--evaluation.limit", "10"],
     "grpo_addition.toml": ["--train.steps", "2", "--evaluation.limit", "10"],
