@@ -47,6 +47,25 @@ def test_with_a_memory_the_cue_is_remembered(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "method",
+    [{"algorithm": "impala", "impala": {"lag": 1}}, {"algorithm": "reinforce", "reinforce": {"baseline": "value"}}],
+)
+def test_other_methods_learn_from_what_acted_too(method: dict[str, Any]) -> None:
+    nets = {"actor__net__kind": "gru", "critic__net__kind": "gru"}
+    data = with_keys({**CUE, **method}, ppo=None, loss=None, train={"steps": 3}, **nets)
+    made, seen = build(validate(data, "test")), list[Any]()
+    made.trainer.hooks = [lambda step: seen.append(step.metrics)]
+    try:
+        made.trainer.train(3)
+    finally:
+        made.runtime.stop()
+    # IMPALA learns from rollouts of the policy before.
+    drift = seen[-1]["actor/mismatch_max"]
+    assert drift < 1e-5 if method["algorithm"] == "reinforce" else drift > 1e-4
+    assert all(metrics.get("critic/grad_norm", 1.0) > 0 for metrics in seen)
+
+
+@pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"actor__net": {"kind": "mlp", "context": 4}}, 'context = 4 has no effect with kind = "mlp"; leave it out'),
