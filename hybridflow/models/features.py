@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hybridflow.models.nets import NetConfig
 
-__all__ = ["Convolutions", "Features", "Moments", "kind_of", "make_features"]
+__all__ = ["Convolutions", "Features", "Moments", "image_axes", "kind_of", "make_features"]
 
 
 def kind_of(space: Space[Any]) -> str:

@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from hybridflow.core.errors import DataError
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP
-from hybridflow.models.features import Convolutions
+from hybridflow.models.features import Convolutions, image_axes
 from hybridflow.models.nets import NetConfig, make_policy, make_q
 from hybridflow.models.values import make_value
 
@@ -48,6 +48,10 @@ def test_channels_may_come_first_or_last() -> None:
     torch.testing.assert_close(last(seen), first(seen.permute(0, 3, 1, 2)))
     expected = torch.nn.functional.conv2d(seen.permute(0, 3, 1, 2) / 255, last.layers[0].weight).relu()
     np.testing.assert_allclose(expected, last.layers[0](seen.permute(0, 3, 1, 2) / 255).relu(), atol=1e-6)
+
+
+def test_channels_come_last_where_it_can_not_be_told() -> None:
+    assert image_axes(image(7, 9, 7)) == image_axes(image(8, 8, 8)) == (2, 0, 1)
 
 
 @torch.no_grad()
