@@ -119,7 +119,7 @@ def test_every_place_of_a_ring_is_one_rank_s(capacity, ranks):
 @pytest.mark.parametrize(("before", "after", "sequence"), [(1, 3, 1), (3, 2, 1), (2, 1, 3), (4, 4, 1)])
 def test_resuming_with_another_number_of_shards_is_exact(before, after, sequence, tmp_path):
     random = np.random.default_rng(0)
-    keys = {"capacity": 300, "batch_size": 20, "warmup": 1, "priority": 0.7, "n_steps": 1 if sequence > 1 else 3}
+    keys = {"capacity": 120, "batch_size": 20, "warmup": 1, "priority": 0.7, "n_steps": 1 if sequence > 1 else 3}
     replay = make_replay(ReplayConfig(**keys), 3, GAMMA, shards=before, sequence=sequence)
     fresh = make_replay(ReplayConfig(**keys, spill=str(tmp_path)), 3, GAMMA, shards=after, sequence=sequence)
     replay.add(pieces([90, 10, 50], 0, random), 0)
