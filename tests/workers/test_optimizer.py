@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, learning_rate_scale, training_bytes
+from hybridflow.workers.optimizer import AdamW, Optimizer, OptimizerConfig, learning_rate_scale, training_bytes
 from hybridflow.workers.parts import WHOLE
 from hybridflow.workers.zero import ShardedOptimizer
 
@@ -178,3 +178,17 @@ def test_how_weights_lie_in_memory_changes_no_step(kind: type[Optimizer], dtype:
         results.append([p.detach().clone() for p in module.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_do_not_move_are_not_counted() -> None:
+    ours, theirs = ([torch.ones(2), torch.ones(3)] for _ in range(2))
+    adamw = AdamW([(ours, 0.1)], OptimizerConfig(lr=0.1))
+    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.1, eps=1e-8)
+    for moved in ([0], [0, 1], [1], [0, 1]):
+        for parameters in (ours, theirs):
+            for index, parameter in enumerate(parameters):
+                parameter.grad = torch.arange(1.0, len(parameter) + 1) if index in moved else None
+        adamw.step()
+        reference.step()
+    assert all(torch.allclose(*pair, rtol=1e-6) for pair in zip(ours, theirs, strict=True))
+    assert [float(adamw.state[parameter]["step"]) for parameter in ours] == [3, 3]
