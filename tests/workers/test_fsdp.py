@@ -74,7 +74,8 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
         first = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
     case.update(one)
     assert one.offload() > 0 and one.onload("update") > 0
-    forwards = [most for _, _, most in one._deal(Units.of(data(case.rows), "row"), 0, one.plan.minibatches)]
+    units = Units.of(data(case.rows), "row")
+    forwards = [most for _, _, most in one._deal(one._cut(units, 0, one.plan), units)]
     for line in (lines.shard, lines.replicate):
         line.traffic.clear()
     case.update(one)
