@@ -22,7 +22,7 @@ from hybridflow.models.continuous import DeterministicPolicy, SquashedGaussianPo
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import CategoricalPolicy, ObservationNet, make_policy, make_q, make_table
-from hybridflow.models.values import make_value
+from hybridflow.models.values import ValueNet
 from hybridflow.workers.learner import Trained
 
 __all__ = [
@@ -92,7 +92,7 @@ def critic_input(spaces: Spaces, config: RunConfig) -> tuple[Any, str]:
 def critic_networks(space: Any, column: str, config: RunConfig) -> Built:
     """What the critic's learner holds, of methods that have one."""
     random, remembered = torch_generator(config.seed, "init", 1), memory_size(space, config.actor.net)
-    network = make_value(space, config.critic.net, random, column, remembered)
+    network = ValueNet(space, config.critic.net, random, column, remembered)
     return {"value": _placed(network, config.critic, config)}
 
 
@@ -128,7 +128,7 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
 
 
 def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
-    value = make_value(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    value = ValueNet(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
     return {"policy": ActorCritic(_policy(spaces, config)["policy"], value)}
 
 

@@ -12,8 +12,7 @@ from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import entry_types
 from hybridflow.data.recorded import open_recorded
 from hybridflow.rollout.replay import Replay
-from hybridflow.rollout.replay_schedules import Offline, Overlapping
-from hybridflow.rollout.schedule import Schedule, Synchronous
+from hybridflow.rollout.schedule import Offline, Overlapping, Schedule, Synchronous
 from hybridflow.workers.replay_rows import ReplayWorker, unit_bytes
 
 __all__ = ["replay_buffer", "replay_role", "replay_schedule"]

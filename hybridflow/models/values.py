@@ -20,7 +20,7 @@ from hybridflow.models.nets import NetConfig, ObservationNet
 if TYPE_CHECKING:
     from gymnasium import Space
 
-__all__ = ["ValueNet", "make_value"]
+__all__ = ["ValueNet"]
 
 RETURNS_KEPT = 0.99
 """what returns of earlier updates count after one more: the last hundred updates make the mean"""
@@ -29,7 +29,7 @@ LEAST_DEVIATION = 0.01
 
 
 class ValueNet(ObservationNet):
-    """The value of a state, by ``column``: "observations", or "states" for a critic of several agents.
+    """The value of a state, by a ``column`` of the ``space``: "observations", or "states" for a critic of several agents.
 
     With a memory, which is another one than the policy's, it begins each piece with what it reads from the policy's there:
     ``policy_memory_size`` numbers, by a linear map that is learned. A policy's memory says what it will do, so a value is a
@@ -100,14 +100,3 @@ class ValueNet(ObservationNet):
         order = np.insert(np.arange(len(observed.values)), ends, len(observed.values) + number)
         values = self.unroll(steps[self._tensor(order)], self._tensor(batch["memory"]), observed.lengths + 1)
         return self.head(values[self._tensor(ends + number)])
-
-
-def make_value(
-    space: Space[Any],
-    config: NetConfig,
-    generator: torch.Generator,
-    column: str = "observations",
-    policy_memory_size: int = 0,
-) -> ValueNet:
-    """A value network on a ``column`` of the space; DataError if it is not supported."""
-    return ValueNet(space, config, generator, column, policy_memory_size)

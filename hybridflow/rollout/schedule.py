@@ -8,7 +8,17 @@ from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Buffer, InformativeGroups
 
-__all__ = ["Asynchronous", "Draw", "DynamicSampling", "Lagging", "Schedule", "Source", "Synchronous"]
+__all__ = [
+    "Asynchronous",
+    "Draw",
+    "DynamicSampling",
+    "Lagging",
+    "Offline",
+    "Overlapping",
+    "Schedule",
+    "Source",
+    "Synchronous",
+]
 
 Source = Callable[[int], Batch]
 """step (from 1) -> what ``rollout`` starts from; a pure function, so resuming needs no position"""
@@ -28,15 +38,14 @@ class Schedule(Protocol):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
-class Synchronous:
-    """Roll out with the newest weights, then learn ``updates`` times from the buffer."""
+class _Learning:
+    """What most schedules have: so many ``updates`` from the buffer, counted."""
 
     def __init__(self, updates: int = 1) -> None:
         self.updates, self.version = updates, 0
 
-    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
-        """The last batch that was learned from; None while the buffer is warming up."""
-        buffer.add(algorithm.rollout(source(step)), self.version)
+    def learn(self, algorithm: Algorithm, buffer: Buffer) -> Batch | None:
+        """Learn ``updates`` times; the last batch that was learned from, None if the buffer gave none."""
         learned = None
         for _ in range(self.updates):
             batch = buffer.sample(self.version)
@@ -56,33 +65,78 @@ class Synchronous:
         self.version = state["version"]
 
 
-class Lagging:
+class Synchronous(_Learning):
+    """Roll out with the newest weights, then learn ``updates`` times from the buffer."""
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The last batch that was learned from; None while the buffer is warming up."""
+        buffer.add(algorithm.rollout(source(step)), self.version)
+        return self.learn(algorithm, buffer)
+
+
+class Offline(_Learning):
+    """Learn ``updates`` times a step from what the buffer began with; nothing is collected."""
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The last batch that was learned from; None if there is nothing to learn from."""
+        return self.learn(algorithm, buffer)
+
+
+class Overlapping(_Learning):
+    """Ask for the next rollout, then learn ``updates`` times: where the sampler has processes of its own, both happen at
+    once.
+
+    What a step learns from was collected with the weights from before the last step's updates, one step older than in
+    ``Synchronous``. Who is faster changes nothing: a rollout is always added before the updates of the step after that in
+    which it was asked for. The rollout that waits is part of the state.
+    """
+
+    def __init__(self, updates: int) -> None:
+        super().__init__(updates)
+        self._waiting: tuple[Batch, int] | None = None
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
+        """The last batch that was learned from; None while the buffer is warming up."""
+        collected = self._waiting or (algorithm.rollout(source(step)), self.version)
+        self._waiting = algorithm.rollout(source(step + 1)), self.version
+        buffer.add(*collected)
+        return self.learn(algorithm, buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        waiting = None if self._waiting is None else {"rollout": self._waiting[0].load(), "version": self._waiting[1]}
+        return {**super().state_dict(), "waiting": waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        super().load_state_dict(state)
+        waiting = state["waiting"]
+        self._waiting = None if waiting is None else (waiting["rollout"], waiting["version"])
+
+
+class Lagging(_Learning):
     """Roll out with the newest weights, then learn from what was collected ``lag`` rollouts before.
 
     What is learned from is as old as in a run whose samplers are always ``lag`` rollouts ahead of the learner.
     """
 
     def __init__(self, lag: int) -> None:
-        self.lag, self.waiting, self.version = lag, 0, 0
+        super().__init__()
+        self.lag, self.waiting = lag, 0
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The batch that was learned from; None in the first ``lag`` steps."""
         buffer.add(algorithm.rollout(source(step)), self.version)
         self.waiting += 1
-        batch = buffer.sample(self.version) if self.waiting > self.lag else None
-        if batch is None:
-            return None
-        self.waiting, self.version = self.waiting - 1, self.version + 1
-        return algorithm.learn(batch)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+        learned = self.learn(algorithm, buffer) if self.waiting > self.lag else None
+        if learned is not None:
+            self.waiting -= 1
+        return learned
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "waiting": self.waiting}
+        return {**super().state_dict(), "waiting": self.waiting}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self.version, self.waiting = state["version"], state["waiting"]
+        super().load_state_dict(state)
+        self.waiting = state["waiting"]
 
 
 class _Pending(NamedTuple):
@@ -93,7 +147,7 @@ class _Pending(NamedTuple):
     version: int
 
 
-class Asynchronous:
+class Asynchronous(_Learning):
     """Every env worker rolls out by itself, from its share of the source's rows; what is there first is learned from.
 
     Its worker then gets the newest weights and rolls out again, while the others go on. ``turn_to`` says whose turn the
@@ -111,8 +165,8 @@ class Asynchronous:
         shares: Sequence[Rows],
         updates: int = 1,
     ) -> None:
-        self.wait_any, self.turn_to, self.shares, self.updates = wait_any, turn_to, shares, updates
-        self.version, self._pending = 0, list[_Pending]()
+        super().__init__(updates)
+        self.wait_any, self.turn_to, self.shares, self._pending = wait_any, turn_to, shares, list[_Pending]()
         self._metrics: dict[str, float] = {}
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
@@ -121,14 +175,7 @@ class Asynchronous:
         arrived = self._pending.pop(self.wait_any([pending.batch for pending in self._pending]))
         self._metrics = {"worker": arrived.worker, "staleness": self.version - arrived.version}
         buffer.add(arrived.batch, arrived.version)
-        learned = None
-        for _ in range(self.updates):
-            batch = buffer.sample(self.version)
-            if batch is not None:
-                learned = algorithm.learn(batch)
-                buffer.learned(learned)
-                self.version += 1
-        return learned
+        return self.learn(algorithm, buffer)
 
     def _send(self, algorithm: Algorithm, source: Batch) -> None:
         """A rollout of every worker that has none."""
@@ -144,10 +191,11 @@ class Asynchronous:
 
     def state_dict(self) -> dict[str, Any]:
         pending = [(worker, batch.load(), version) for worker, batch, version in self._pending]
-        return {"version": self.version, "pending": pending}
+        return {**super().state_dict(), "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self.version, self._pending = state["version"], [_Pending(*pending) for pending in state["pending"]]
+        super().load_state_dict(state)
+        self._pending = [_Pending(*pending) for pending in state["pending"]]
 
 
 class DynamicSampling:

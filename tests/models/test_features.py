@@ -9,7 +9,7 @@ from hybridflow.core.errors import DataError
 from hybridflow.models.action_values import ActionValues, CategoricalQNet, DiscreteActionValues, DuellingMLP
 from hybridflow.models.features import Convolutions, image_axes
 from hybridflow.models.nets import NetConfig, make_policy, make_q
-from hybridflow.models.values import make_value
+from hybridflow.models.values import ValueNet
 
 CNN = NetConfig(kind="cnn", hidden=(16,))
 
@@ -101,7 +101,7 @@ def test_all_networks_take_images() -> None:
     duelling.mlp = DuellingMLP(duelling.features.size, 3, 1, CNN, random())
     outputs = {
         "policy": make_policy(space, box, CNN, random()).outputs({"observations": seen, "actions": acted})["log_probs"],
-        "value": make_value(space, CNN, random()).outputs({"observations": seen})["values"],
+        "value": ValueNet(space, CNN, random()).outputs({"observations": seen})["values"],
         "q": q(seen).sum(1),
         "duelling": duelling(seen).sum(1),
         "c51": CategoricalQNet(space, 3, CNN, random(), (0.0, 1.0, 5))(seen).sum(1),

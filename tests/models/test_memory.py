@@ -16,7 +16,7 @@ from hybridflow.models.continuous import SquashedGaussianPolicy
 from hybridflow.models.memory import memory_size
 from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import CategoricalPolicy, GaussianPolicy, NetConfig, make_policy
-from hybridflow.models.values import make_value
+from hybridflow.models.values import ValueNet
 
 KINDS = ("gru", "lstm", "attention")
 SPACES = {
@@ -150,7 +150,7 @@ def test_a_critic_begins_with_what_the_actor_remembers(kind: str) -> None:
     policy, observations = policy_of(kind), observations_of(SPACES["box"], 2)
     memories = stepped(policy, observations)[1]
     width = {"gru": 6, "lstm": 6, "attention": 12}[kind]
-    value = make_value(
+    value = ValueNet(
         SPACES["box"],
         net_of(kind, hidden=[8, width]),
         torch.Generator().manual_seed(1),
@@ -169,7 +169,7 @@ def test_a_critic_begins_with_what_the_actor_remembers(kind: str) -> None:
 def test_the_last_value_is_one_more_step(kind: str) -> None:
     policy, observations = policy_of(kind), observations_of(SPACES["box"], 2)
     memories = stepped(policy, observations)[1]
-    value = make_value(SPACES["box"], net_of(kind), torch.Generator().manual_seed(1), policy_memory_size=policy.memory_size)
+    value = ValueNet(SPACES["box"], net_of(kind), torch.Generator().manual_seed(1), policy_memory_size=policy.memory_size)
     cut, whole = (rows_of(observations, memories, cuts) for cuts in ([[5], [3]], [[], []]))
     in_time = whole.ragged("response_mask").like(value.outputs(whole)["values"].numpy())
     after = value.bootstrap(cut).numpy()

@@ -13,7 +13,7 @@ from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.models.layers import MLP
 from hybridflow.models.nets import Categorical, Gaussian, NetConfig, joined, make_policy, make_q
-from hybridflow.models.values import make_value
+from hybridflow.models.values import ValueNet
 from hybridflow.workers.units import action_columns
 
 seen = partial(action_columns, device=torch.device("cpu"))
@@ -114,7 +114,7 @@ def test_outputs_are_packed_over_the_action_steps():
 
 def test_outputs_of_single_steps_equal_those_of_whole_pieces():
     batch = steps_batch()
-    value = make_value(BOX, NetConfig(), torch_generator(1, "value"))
+    value = ValueNet(BOX, NetConfig(), torch_generator(1, "value"))
     assert torch.equal(*(value.outputs(seen(rows))["values"] for rows in (batch, batch.steps())))
     assert value.bootstrap(batch).shape == (2,) and value.inputs == ("observations",)
 
@@ -146,7 +146,7 @@ def test_discrete_observations_are_one_hot_and_bytes_are_scaled():
     weight = q.mlp.layers[0].weight
     assert torch.allclose(q(torch.tensor([5, 7])), weight.T[[0, 2]])
     bytes_space = spaces.Box(0, 255, (2, 2), np.uint8)
-    value = make_value(bytes_space, NetConfig(hidden=()), torch_generator(1, "value"))
+    value = ValueNet(bytes_space, NetConfig(hidden=()), torch_generator(1, "value"))
     full = value(torch.full((1, 2, 2), 255, dtype=torch.uint8))
     assert full.item() == pytest.approx(value.mlp.layers[0].weight.sum().item(), abs=1e-6)
 
@@ -164,7 +164,7 @@ def test_q_net_acts_greedily():
     [
         lambda: make_policy(BOX, spaces.MultiBinary(3), NetConfig(), torch_generator(1, "x")),
         lambda: make_q(BOX, BOX, NetConfig(), torch_generator(1, "x")),
-        lambda: make_value(spaces.MultiBinary(3), NetConfig(), torch_generator(1, "x")),
+        lambda: ValueNet(spaces.MultiBinary(3), NetConfig(), torch_generator(1, "x")),
     ],
 )
 def test_unsupported_spaces_are_named(make):
@@ -211,7 +211,7 @@ def test_distributions_join():
 
 
 def test_observations_get_mean_zero_and_deviation_one():
-    net, draw = make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")), torch_generator(2, "data")
+    net, draw = ValueNet(BOX, NetConfig(normalise=True), torch_generator(1, "init")), torch_generator(2, "data")
     seen = 3 + 5 * torch.randn(400, 3, generator=draw)
     for part in seen.split(150):
         net.features.observe(part, lambda x: x)
@@ -225,14 +225,14 @@ def test_observations_get_mean_zero_and_deviation_one():
 
 def test_statistics_of_parts_are_those_of_the_whole():
     seen = torch.linspace(-3, 9, 30).reshape(10, 3)
-    whole, part = (make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features for _ in range(2))
+    whole, part = (ValueNet(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features for _ in range(2))
     whole.observe(seen, lambda x: x)
     other: list = []
-    part_of = make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features
+    part_of = ValueNet(BOX, NetConfig(normalise=True), torch_generator(1, "init")).features
     part_of.observe(seen[4:], lambda x: other.append(x) or x)
     part.observe(seen[:4], lambda x: x + other[0])
     for name in ("mean", "squares", "count"):
         torch.testing.assert_close(getattr(part.moments, name), getattr(whole.moments, name))
     assert {"features.moments.mean", "features.moments.squares", "features.moments.count"} <= dict(
-        make_value(BOX, NetConfig(normalise=True), torch_generator(1, "init")).named_buffers()
+        ValueNet(BOX, NetConfig(normalise=True), torch_generator(1, "init")).named_buffers()
     ).keys()

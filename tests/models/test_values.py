@@ -10,7 +10,7 @@ from gymnasium import spaces
 from hybridflow.config import validate
 from hybridflow.core.errors import ConfigError
 from hybridflow.models.nets import NetConfig
-from hybridflow.models.values import LEAST_DEVIATION, ValueNet, make_value
+from hybridflow.models.values import LEAST_DEVIATION, ValueNet
 from hybridflow.ops.losses import value_loss
 
 BOX = spaces.Box(-9, 9, (3,))
@@ -18,7 +18,7 @@ BOX = spaces.Box(-9, 9, (3,))
 
 def value_of(**keys: object) -> ValueNet:
     net = NetConfig.model_validate({"normalise_returns": True, "hidden": [16], **keys})
-    return make_value(BOX, net, torch.Generator().manual_seed(0))
+    return ValueNet(BOX, net, torch.Generator().manual_seed(0))
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from hybridflow.core.seeding import torch_generator
 from hybridflow.models.memory import memory_size
 from hybridflow.models.nets import NetConfig, make_policy, make_q
 from hybridflow.models.policy import TextCritic, TextPolicy
-from hybridflow.models.values import make_value
+from hybridflow.models.values import ValueNet
 from hybridflow.ops.losses import ppo_clip, value_loss
 from hybridflow.ops.preference import dpo
 from hybridflow.ops.td import dqn_loss
@@ -155,7 +155,7 @@ def remembered(net: NetConfig) -> Batch:
 
 def value_networks() -> Networks:
     net = NetConfig(hidden=(16,), normalise=True, normalise_returns=True)
-    build = lambda: {"value": make_value(BOX, net, torch_generator(0, "net"))}  # noqa: E731
+    build = lambda: {"value": ValueNet(BOX, net, torch_generator(0, "net"))}  # noqa: E731
     return Networks(build, "value", ("observations",), normalised=True)
 
 
@@ -323,7 +323,7 @@ def test_a_rank_without_rows_returns_empty_columns() -> None:
 
     settings = {"optimizer": OptimizerConfig(), "plan": UpdatePlan(), "total_steps": 1, "seed": 1}
     policy, critic = (text_networks(kind) for kind in (TextPolicy, TextCritic))
-    value = Networks(lambda: {"value": make_value(BOX, NetConfig(), torch_generator(0, "net"))}, "value", ("observations",))
+    value = Networks(lambda: {"value": ValueNet(BOX, NetConfig(), torch_generator(0, "net"))}, "value", ("observations",))
     empty, no_pieces = nothing(batch()), nothing(pieces([2, 1]))
     outputs = [
         Learner(WorkerContext(), networks=policy, **settings).compute_log_probs(empty),
