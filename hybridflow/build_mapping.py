@@ -20,8 +20,9 @@ from typing import Any, cast
 
 from hybridflow.build_plan import stage_of
 from hybridflow.build_trace import held, traced
-from hybridflow.config import RunConfig, TrainedMeshConfig, load_config, section_of, validate
+from hybridflow.config import RunConfig, load_config, validate
 from hybridflow.config_runtime import FOLLOWS
+from hybridflow.config_sections import TrainedMeshConfig, section_of
 from hybridflow.controller.trace_runtime import TraceRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import apply_overrides, read_toml

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config import ActorConfig, FreshModel, ModelConfig, RunConfig, TrainedConfig, TrainedMeshConfig, section_of
+from hybridflow.config import RunConfig
+from hybridflow.config_sections import ActorConfig, FreshModel, ModelConfig, TrainedConfig, TrainedMeshConfig, section_of
 from hybridflow.core.errors import DataError, ModelError, UserError
 from hybridflow.core.seeding import torch_generator
 from hybridflow.data.text import Tokenizer

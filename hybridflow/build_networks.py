@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from hybridflow.config import ModelConfig, RunConfig
+from hybridflow.config import RunConfig
+from hybridflow.config_sections import ModelConfig
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.roles import ActionSpace
 from hybridflow.core.seeding import torch_generator

@@ -23,7 +23,8 @@ from hybridflow.build_model import (
     source_like_actor,
     text_networks,
 )
-from hybridflow.config import ModelConfig, RunConfig
+from hybridflow.config import RunConfig
+from hybridflow.config_sections import ModelConfig
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError, RewardError, UserError

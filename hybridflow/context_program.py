@@ -20,7 +20,8 @@ from hybridflow.algorithms.ppo import PPOConfig
 from hybridflow.build import make_makers, make_parts, make_runtime
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_trace import place, workload
-from hybridflow.config import CheckpointConfig, RunConfig, resolved, validate
+from hybridflow.config import RunConfig, resolved, validate
+from hybridflow.config_sections import CheckpointConfig
 from hybridflow.context_graph import ExecutionPlan, Graphs, Line, PhysicalGraph, contracted, shards_of
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.controller.recording_runtime import RecordingRuntime

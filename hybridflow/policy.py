@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.build_networks import WEIGHTS, actor_networks, main_network
-from hybridflow.commands.evaluate import run_config
-from hybridflow.config import RunConfig
+from hybridflow.config import RunConfig, load_run
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.data.agents import SharedSlot, agents_of
@@ -90,7 +89,7 @@ class Policy:
         """What the run in directory ``run`` has exported, for the environment of its evaluations, with ``overrides`` of its
         configuration, as on the command line. CheckpointError: there is no run; ModelError: it has exported nothing yet, or
         was no run in an environment."""
-        config = run_config(run, ["--device", "cpu", *overrides])
+        config = load_run(run, ["--device", "cpu", *overrides])
         if config.environment is None:
             raise ModelError(f"{run}: a run on [data]; expected one in an [environment], whose policy acts")
         environment = config.environment.with_options(config.evaluation.options).unrecorded

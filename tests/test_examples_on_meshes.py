@@ -14,7 +14,8 @@ from conftest import Outcome
 from test_runs import records
 
 from hybridflow.commands.rank import rank
-from hybridflow.config import load_config, section_of
+from hybridflow.config import load_config
+from hybridflow.config_sections import section_of
 from hybridflow.launch import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -7,27 +7,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hybridflow.algorithms import ALGORITHMS
 from hybridflow.build import make_parts
 from hybridflow.build_networks import WEIGHTS
 from hybridflow.build_pairs import PairParts
-from hybridflow.config import RunConfig, load_config, validate
+from hybridflow.config import load_config, load_run
 from hybridflow.controller.local_runtime import LocalRuntime
-from hybridflow.core.config import apply_overrides, read_toml
-from hybridflow.core.errors import ModelError, UserError
+from hybridflow.core.errors import UserError
 from hybridflow.models.exported import read_policy
 from hybridflow.telemetry.records import to_json
 from hybridflow.telemetry.result import write_result
 from hybridflow.telemetry.rundir import RunDirectory
 
-__all__ = ["evaluate", "run_config"]
+__all__ = ["evaluate"]
 
 
 def evaluate(source: Path, overrides: Sequence[str], as_json: bool, episodes: int | None = None) -> None:
     """Score the model of a configuration, or what a run has trained, on held-out prompts or ``episodes`` fresh episodes."""
     if episodes is not None:
         overrides = [*overrides, "--evaluation.limit", str(episodes)]
-    config = run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
+    config = load_run(source, overrides) if source.is_dir() else load_config(source, overrides)
     if episodes is not None and config.environment is None:
         raise UserError(f"{source}: a run on [data] has no episodes; give --evaluation.limit, a number of prompts, instead")
     runtime = LocalRuntime()
@@ -55,18 +53,3 @@ def evaluate(source: Path, overrides: Sequence[str], as_json: bool, episodes: in
         known = math.isfinite(result.low)  # one alone tells nothing of others
         interval = f", 95 % confidence [{result.low:.3f}, {result.high:.3f}]" if known else ""
         print(f"{score} {result.score:.3f}{interval}, n {result.count}{others}")
-
-
-def run_config(run: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run's own configuration, with the model that it exported. CheckpointError: no run; ModelError: no model yet."""
-    data = read_toml(RunDirectory.open(run).config)
-    if not (run / "model").is_dir():
-        fix = "give a run that has finished, or that exports every so many steps (checkpoint.export_every)"
-        raise ModelError(f"{run}: no exported model; {fix}, or a configuration file")
-    if (
-        ALGORITHMS[data["algorithm"]].records == "pairs"
-    ):  # the reference is the actor's first model; see PairParts.start_from
-        return validate(apply_overrides(data, overrides), str(run / "config.toml"))
-    actor = {key: value for key, value in data["actor"].items() if key != "fresh"}
-    data["actor"] = {**actor, "model": str(run / "model")}
-    return validate(apply_overrides(data, overrides), str(run / "config.toml"))

@@ -11,8 +11,7 @@ import numpy as np
 
 from hybridflow.build import make_parts
 from hybridflow.build_text import TextParts
-from hybridflow.commands.evaluate import run_config
-from hybridflow.config import load_config
+from hybridflow.config import load_config, load_run
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError, UserError
@@ -31,7 +30,7 @@ def rank(source: Path, overrides: Sequence[str], out: Path, count: int | None) -
         raise DataError(f"{out}: exists already; choose another file or remove it")
     if count is not None and count < 1:
         raise UserError(f"--count {count}: expected 1 or more")
-    config = run_config(source, overrides) if source.is_dir() else load_config(source, overrides)
+    config = load_run(source, overrides) if source.is_dir() else load_config(source, overrides)
     if config.train.group_size < 2:
         raise UserError(f"{source}: train.group_size = {config.train.group_size}: ranking compares 2 responses or more")
     runtime = LocalRuntime()
