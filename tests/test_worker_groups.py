@@ -282,6 +282,50 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(hybridflow: Callable[...,
     assert not (tmp_path / "run").exists()
 
 
+MORTAL = """
+import os, signal
+from pathlib import Path
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+class Mortal(gymnasium.Env):
+    observation_space, action_space = spaces.Box(0, 1, (2,), np.float32), spaces.Discrete(2)
+    num_steps = 0
+
+    def __init__(self, once):
+        self.once = Path(once)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        Mortal.num_steps += 1
+        if Mortal.num_steps == 40 and self.once.exists():
+            self.once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros(2, np.float32), 1.0, False, False, {}
+
+gymnasium.register("Mortal-v0", Mortal)
+"""
+
+
+def test_an_env_worker_that_dies_by_itself_ends_the_run_with_its_name(
+    hybridflow: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """While the others go on, and nobody waits for just this one."""
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    (tmp_path / "once").touch()
+    mortal = {"id": f"{tmp_path / 'mortal.py'}:Mortal-v0", "options": {"once": str(tmp_path / "once")}}
+    environment = {**ENVIRONMENTS["a3c-cartpole"]["environment"], **mortal, "workers": 2}
+    data = {**ENVIRONMENTS["a3c-cartpole"], "environment": environment, "evaluation": {"limit": 1}}
+    data = with_keys(data, environment__options={**mortal["options"], "max_episode_steps": 8}, train__steps=100)
+    apart = on_ray(data, {"learner": 1, "envs": 2}, actor="learner", sampler="envs")
+    code, _, err = hybridflow("train", written(tmp_path, apart))
+    assert code == 1 and re.match(r"error: worker [01] of pool 'envs' died during sampler\.\w+: ", err), err
+    assert not (tmp_path / "once").exists()
+
+
 def test_a_user_s_mistake_in_a_worker_is_told_in_one_line(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
     reward = {"functions": [f"{tmp_path / 'functions.py'}:raises"], "workers": 1}
     path = written(tmp_path, with_keys(split(REVERSE), reward=reward))
