@@ -17,9 +17,7 @@ the sums behind ``effective_samples``, and at the end in those of the columns th
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,12 +32,11 @@ from torch import Tensor
 
 from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D, VIEW, deal
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import ContractError, NonFiniteError, UserError
+from hybridflow.core.errors import UserError
 from hybridflow.core.files import Written, check_file
-from hybridflow.core.roles import Fn, Loss, MemoryPart, WorkerContext, control, remote
-from hybridflow.core.seeding import generator, torch_generator
+from hybridflow.core.roles import Fn, MemoryPart, WorkerContext, control, remote
+from hybridflow.core.seeding import generator
 from hybridflow.models.decoder import Decoder
-from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
 from hybridflow.reshard.execute import HybridWeights, Transition
@@ -47,13 +44,14 @@ from hybridflow.reshard.memory import Arena
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, check_seen, kept, restore
 from hybridflow.workers.forward import forward, score_rows
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
+from hybridflow.workers.loss_steps import LossSteps
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.networks import Networks, all_tensors, as_array, tensors
 from hybridflow.workers.offload import Shelf, Shelved
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig, freeze
-from hybridflow.workers.parts import Cut, Lines, run_microbatches
+from hybridflow.workers.parts import Cut, Lines
 from hybridflow.workers.publish import Published, buckets, checksum, probe_texts
-from hybridflow.workers.units import Columns, Pulled, PulledSteps, Units, action_columns
+from hybridflow.workers.units import Units, action_columns
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
 __all__ = ["Learner", "Trained", "UpdatePlan"]
@@ -70,6 +68,16 @@ class UpdatePlan:
     epochs: int = 1
     token_budget: int = 4096
     drawn: int | None = None
+
+    def cut(self, units: Units, seed: int, version: int, epoch: int) -> list[np.ndarray]:
+        """The units of every minibatch of an epoch."""
+        order = np.arange(len(units))
+        if self.drawn is not None:
+            rows = units.rows.values
+            return np.split(order, np.searchsorted(rows, range(self.drawn, int(rows.max(initial=0)) + 1, self.drawn)))
+        if self.minibatches > 1:
+            order = generator(seed, "minibatch", version, epoch).permutation(order)
+        return np.array_split(order, self.minibatches)
 
 
 class Trained(NamedTuple):
@@ -89,9 +97,10 @@ def _value_inputs(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Learner(Shelved):
-    """Owns networks, and an optimizer of the main one and of each of the ``others``. ``version`` counts updates. ``shard``:
-    "zero1" shares the optimizers out over the ranks that hold the same parameters, "fsdp" weights and gradients, too.
-    UserError if networks can't be."""
+    """Owns networks, and an optimizer of the main one and of each of the ``others``.
+
+    ``shard``: "zero1" shares the optimizers out over the ranks that hold the same parameters, "fsdp" weights and gradients,
+    too. UserError if networks can't be."""
 
     def __init__(
         self,
@@ -105,8 +114,8 @@ class Learner(Shelved):
         shard: ShardMode = "none",
         others: Mapping[str, Trained] | None = None,
     ) -> None:
-        self.context, self.plan, self.seed, self.version = context, plan, seed, 0
-        self.lines, self._inputs, self._stepped = Lines.of(context), networks.inputs, False
+        self.context, self.plan, self.seed = context, plan, seed
+        self.lines, self._inputs = Lines.of(context), networks.inputs
         self.networks, self.normalised = networks.at(self.lines), networks.normalised
         self.main, self.model = networks.main, cast(Any, self.networks[networks.main])
         self.cut = None if self.lines.whole else Cut(self.model, self.lines)
@@ -125,7 +134,8 @@ class Learner(Shelved):
         self.optimizers = {self.main: self.optimizer, **rest}
         for name, network in self.networks.items():
             network.requires_grad_(False) if name not in self.optimizers else None
-        self._observed: defaultdict[str, list[Tensor]] = defaultdict(list)
+        mine = (self.networks, self.optimizers, self.main, self.lines, self.fsdp)
+        self.loss_steps = LossSteps(context, *mine, seed, plan.token_budget)
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory
@@ -134,6 +144,11 @@ class Learner(Shelved):
             "weights": arena or weights,
             "optimizer": Shelf(lambda: chain.from_iterable(one.tensors() for one in self.optimizers.values())),
         }
+
+    @property
+    def version(self) -> int:
+        """How many updates the networks have had."""
+        return self.loss_steps.version
 
     def _optimizer(self, name: str, trained: Trained, shard: ShardMode) -> Optimizer:
         if shard == "zero1" and self.lines.shard.size > 1:
@@ -192,7 +207,7 @@ class Learner(Shelved):
             batch = batch.with_columns(**loaded.columns)
         units = Units.of(batch, "group" if any(loss.per == "group" for loss in losses) else self.model.unit)
         plan = replace(self.plan, minibatches=1, epochs=1) if any(loss.on == "step" for loss in losses) else self.plan
-        epochs = [self._deal(self._cut(units, epoch, plan), units) for epoch in range(plan.epochs)]
+        epochs = [self._deal(plan.cut(units, self.seed, self.version, epoch), units) for epoch in range(plan.epochs)]
         alone = self.context.mesh.dp == 1
         parts = [part for minibatches in epochs for _, part, _ in minibatches]
         own = np.arange(len(units)) if alone else np.unique(np.concatenate(parts))
@@ -207,15 +222,17 @@ class Learner(Shelved):
                 mine = shuffled if len(part) == len(shuffled.units) else shuffled.part(start, start + len(part))
                 start += len(part)
                 whole = mine.units if part is index else units.take(index)
-                drift = self._minibatch(whole, mine, forwards, losses, written, samples)
+                drift = self.loss_steps.minibatch(whole, mine, forwards, losses, written, samples)
                 if epoch == number == 0 and (drift or self.context.mesh.dp > 1):
-                    self._observe_drift(drift)
-            self._add_up()
+                    self.loss_steps.observe_drift(drift)
+            self.loss_steps.add_up()
         if self.normalised:
             seen = shuffled.seen(self.model)
-            self.model.observe(action_columns(seen, self._device) if isinstance(seen, Batch) else seen, self._total)
-        self.version += 1
-        return Batch({name: mask.like(self._summed(values)) for name, values in written.items()}, len(mask))
+            self.model.observe(
+                action_columns(seen, self._device) if isinstance(seen, Batch) else seen, self.loss_steps.total
+            )
+        self.loss_steps.version += 1
+        return Batch({name: mask.like(self.loss_steps.summed(values)) for name, values in written.items()}, len(mask))
 
     @remote(ONE_TO_ALL, reads=("sample_id", "gradients", "policy_version"), kind="train")
     def apply(self, batch: Batch, /) -> Batch:
@@ -224,20 +241,10 @@ class Learner(Shelved):
         samples, versions = batch["sample_id"], batch.ragged("policy_version")
         for row, gradients in enumerate(batch["gradients"]):
             self.optimizer.take_gradients(self.model, torch.tensor(gradients, device=self._device))
-            self._step("a rollout's gradients", {self.main: self.optimizer}, samples[row : row + 1])
+            self.loss_steps.step("a rollout's gradients", {self.main: self.optimizer}, samples[row : row + 1])
             self.context.metrics.add("staleness", self.version - int(versions[row][0]))
-            self.version += 1
+            self.loss_steps.version += 1
         return Batch({}, len(batch))
-
-    def _cut(self, units: Units, epoch: int, plan: UpdatePlan) -> list[np.ndarray]:
-        """The units of every minibatch."""
-        order = np.arange(len(units))
-        if plan.drawn is not None:
-            rows = units.rows.values
-            return np.split(order, np.searchsorted(rows, range(plan.drawn, int(rows.max(initial=0)) + 1, plan.drawn)))
-        if plan.minibatches > 1:
-            order = generator(self.seed, "minibatch", self.version, epoch).permutation(order)
-        return np.array_split(order, plan.minibatches)
 
     def _deal(self, minibatches: Sequence[np.ndarray], units: Units) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """(all units, those of this rank's block, how many forwards it takes part in at least) of every minibatch."""
@@ -252,186 +259,10 @@ class Learner(Shelved):
         """Microbatches of the block that has most."""
         return max(len([*plan_microbatches(units.weights[part], self.plan.token_budget)]) for part in parts)
 
-    def _minibatch(
-        self,
-        whole: Units,
-        part: Pulled | PulledSteps,
-        forwards: int,
-        losses: Sequence[Fn],
-        written: Mapping[str, np.ndarray],
-        samples: np.ndarray,
-    ) -> list[Tensor]:
-        """One optimizer step on each loss, for which this rank sees the ``part`` of the ``whole``, in as many ``forwards``
-        at least; the drift of its microbatches."""
-        if len(whole) == 0:
-            self.context.metrics.add("updates_skipped", 1)
-            return []
-        micros = part.microbatches(self.plan.token_budget)
-        kept = [micro.seen(self.model) for micro in micros] if len(losses) > 1 else None
-        drift: list[Tensor] = []
-        number = 1 + next(iter(self._trained_by(losses[0]).values())).steps
-        for loss in losses:
-            if number % loss.every:
-                continue
-            if loss.on == "weights":
-                with torch.no_grad():
-                    loss(self._weights)
-                continue
-            trained = self._trained_by(loss)
-            if loss.on == "step":
-                drift += self._own_step(loss, part, written, samples)
-                continue
-            with self._alone(trained):
-                batches = kept or (micro.seen(self.model) for micro in micros)
-                drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written, samples)
-            self._step(loss.name, trained, samples[whole.rows.values])
-        return drift
-
-    def _own_step(
-        self, loss: Fn, part: Pulled | PulledSteps, written: Mapping[str, np.ndarray], samples: np.ndarray
-    ) -> list[Tensor]:
-        """A step that the function takes by itself, on everything at once."""
-        result: Loss = loss(self.networks, part.seen(self.model), self._total)
-        self._check_finite(float(result.terms.sum()), f"loss {loss.name}", samples[part.units.rows.values])
-        self._observe(loss, result)
-        self._stepped = True
-        for name in loss.writes:
-            written[name][part.units.places.values] = result.columns[name].float().cpu().numpy()
-        return [] if result.drift is None else [result.drift]
-
-    def _trained_by(self, loss: Fn) -> dict[str, Optimizer]:
-        names = loss.trains or (self.main,)
-        if unknown := [name for name in names if name not in self.optimizers]:
-            raise ContractError(f"loss {loss.name} trains {unknown[0]!r}; this learner trains {', '.join(self.optimizers)}")
-        return {name: self.optimizers[name] for name in names}
-
-    @contextmanager
-    def _alone(self, trained: Collection[str]) -> Iterator[None]:
-        """As long as it lasts, no other network that is trained has gradients: losses may read it, and pay nothing."""
-        others = [p for name, one in self.optimizers.items() if name not in trained for p in one.parameters.values()]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
-
-    def _gradients(
-        self,
-        loss: Fn,
-        whole: Units,
-        micros: Sequence[Pulled | PulledSteps],
-        batches: Iterable[Batch | Columns],
-        blanks: int,
-        written: Mapping[str, np.ndarray],
-        samples: np.ndarray,
-    ) -> list[Tensor]:
-        """Gradients of a loss for what it trains, of the whole minibatch on every rank; the drift of the ``micros``."""
-        normaliser = {"step": whole.num_actions, "row": whole.num_rows, "group": len(whole)}[loss.per]
-        trained, drift = self._trained_by(loss), list[Tensor]()
-        for optimizer in trained.values():
-            optimizer.zero_grad()
-
-        def terms(number: int, seen: Batch | Columns, outputs: Any) -> Tensor:
-            self.context.breathe()
-            columns = action_columns(seen, self._device) if isinstance(seen, Batch) else seen
-            units = micros[number].units
-            places = units.places.values
-            if loss.noise:
-                columns = columns | {"noise": self._noise(loss, whole, places, columns["actions"])}
-            result: Loss = loss(outputs, columns)
-            total = result.terms.sum() / normaliser
-            self._check_finite(float(total.detach()), f"loss {loss.name}", samples[units.rows.values])
-            self._observe(loss, result)
-            drift.extend([] if result.drift is None else [result.drift])
-            for name in loss.writes:
-                written[name][places] = result.columns[name].float().cpu().numpy()
-            return total
-
-        if loss.on == "networks" and self.fsdp is not None:
-            raise UserError(f'mesh: shard = "fsdp" and the loss {loss.name}, which reads networks, exclude each other')
-        read = (lambda _: self.networks) if loss.on == "networks" else None
-        model = self.networks[next(iter(trained))]
-        run_microbatches(model, batches, terms, self.lines.pp, train=True, read=read, blanks=blanks)
-        for optimizer in trained.values():
-            optimizer.reduce_gradients(self._over_copies)
-        return drift
-
-    def _noise(self, loss: Fn, whole: Units, places: np.ndarray, actions: Tensor) -> Tensor:
-        """Standard normal numbers like ``actions``, for the steps at these ``places`` of the minibatch ``whole``."""
-        steps = self._trained_by(loss)[(loss.trains or (self.main,))[0]].steps
-        random = torch_generator(self.seed, f"noise/{loss.name}", steps)
-        drawn = torch.randn((whole.num_actions, *actions.shape[1:]), generator=random)
-        if len(places) < whole.num_actions:
-            order = np.argsort(whole.places.values)
-            drawn = drawn[torch.from_numpy(order[np.searchsorted(whole.places.values, places, sorter=order)])]
-        return drawn.to(actions.device)
-
-    @property
-    def _over_copies(self) -> Callable[[Tensor], Tensor] | None:
-        """Sums a tensor over the ranks that hold the same parameters; None where there is one."""
-        if self.lines.cp.size > 1:
-            return self.lines.dp_cp.all_reduce
-        return self.context.sum if self.context.mesh.dp > 1 else None
-
-    def _total(self, values: Tensor) -> Tensor:
-        """A sum over the ranks that hold the same parameters."""
-        return values.detach() if self._over_copies is None else self._over_copies(values.detach().clone())
-
-    def _summed(self, values: np.ndarray) -> np.ndarray:
-        """``values``, summed over the data-parallel blocks."""
-        return self.context.sum(torch.from_numpy(values).to(self._device)).cpu().numpy()
-
     @cached_property
     def _device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
-
-    def _observe(self, loss: Fn, result: Loss) -> None:
-        prefix = "" if not loss.trains or self.main in loss.trains else f"{loss.trains[0]}_"
-        metrics = {f"{prefix}loss": result.terms.detach(), **result.metrics}
-        for name, values in metrics.items():
-            self._observed[name].append(values)
-
-    def _add_up(self) -> None:
-        """Report what was observed since the last time: values are added up together, which costs less, and waits for a GPU
-        once."""
-        for name, parts in self._observed.items():
-            values = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-            self.context.metrics.add(name, float(values.sum(dtype=torch.float64)), values.numel())
-        self._observed.clear()
-
-    def _observe_drift(self, parts: list[Tensor]) -> None:
-        """How far the learner is from the policy that sampled, before an update changes it: [N] differences of
-        log-probabilities, and the share of samples that are left when each weighs π_learner / π_sampled."""
-        drift = torch.cat([torch.zeros(0, device=self._device), *parts]).double()
-        weights, metrics = drift.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), self.context.metrics
-        if len(drift):
-            metrics.add("mismatch", float(drift.abs().sum()), len(drift))
-            metrics.maximum("mismatch_max", float(drift.abs().max()))
-        # No mean over samples, so it is made of sums over all blocks; also blocks that saw no sample have to take part.
-        sums = torch.stack([weights.sum(), (weights**2).sum(), torch.ones_like(weights).sum()])
-        total, squares, count = self.context.sum(sums).tolist()
-        if count and self.context.block == 0:
-            metrics.add("effective_samples", total**2 / squares, count)
-
-    def _step(self, what: str, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
-        norms = {name: optimizer.clip() for name, optimizer in trained.items()}
-        for norm in norms.values():
-            self._check_finite(norm, f"gradient norm of {what}", samples)
-        for name, optimizer in trained.items():
-            prefix = "" if name == self.main else f"{name}_"
-            rate = optimizer.learning_rate
-            self._stepped |= not prefix and norms[name] > 0 and rate > 0
-            self.context.metrics.add(f"{prefix}grad_norm", norms[name])
-            self.context.metrics.add(f"{prefix}learning_rate", rate)
-            optimizer.step()
-
-    def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
-        if not math.isfinite(value):
-            shown = ", ".join(map(str, samples[:8]))
-            raise NonFiniteError(f"{what} is {value} in update {self.version}, samples {shown}; the step was not applied")
 
     @remote(THREE_D, reads=_value_inputs, writes=("values", "bootstrap_values"))
     def compute_values(self, batch: Batch, /) -> Batch:
@@ -458,10 +289,6 @@ class Learner(Shelved):
     def _together(self) -> Line:
         """The ranks whose forwards wait for each other."""
         return ALONE if self.fsdp is None else self.lines.dp_cp
-
-    @cached_property
-    def _weights(self) -> dict[str, list[Tensor]]:
-        return {name: [*network.parameters()] for name, network in self.networks.items()}
 
     @control
     def num_parameters(self) -> tuple[int, int]:
@@ -520,9 +347,9 @@ class Learner(Shelved):
         if first or self.fsdp is not None:
             full = self._full(own)
             arrays = {name: as_array(tensor) for name, tensor in full.items()} if first else {}
-        stepped, probe = self._stepped, None
+        stepped, probe = self.loss_steps.stepped, None
         if bucket == self._num_buckets - 1:
-            self._stepped, probe = False, self._probe()
+            self.loss_steps.stepped, probe = False, self._probe()
         return Published(arrays, checksum(arrays.values()), self.version, stepped, probe)
 
     def _probe(self) -> np.ndarray | None:
@@ -538,13 +365,10 @@ class Learner(Shelved):
         """Tensors by "<network>/<name>", full instead of shards and slices."""
         if self.cut is None and self.fsdp is None:
             return dict(named)
-        full = self._joined({name.partition("/")[2]: tensor for name, tensor in named.items()})
-        return {f"{self.main}/{name}": tensor for name, tensor in full.items()}
-
-    def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors of this rank's shards of slices of the main network."""
+        own = {name.partition("/")[2]: tensor for name, tensor in named.items()}
         slices = own if self.fsdp is None else self.fsdp.full(own)
-        return slices if self.cut is None else self.cut.full(slices)
+        full = slices if self.cut is None else self.cut.full(slices)
+        return {f"{self.main}/{name}": tensor for name, tensor in full.items()}
 
     @control
     def save(self, folder: Path) -> dict[str, Any]:
@@ -570,6 +394,6 @@ class Learner(Shelved):
         CheckpointError: one is missing, damaged, or of another model."""
         for file in files[self.context.rank :: self.context.mesh.size]:
             check_file(folder.parent, file)
-        self.version = state["version"]
+        self.loss_steps.version = state["version"]
         with PieceReader(folder) as reader:
             restore(reader, self.networks, self.optimizers, state["optimizer_steps"], self.fsdp)

@@ -117,13 +117,13 @@ def test_fully_masked_rows_have_no_part() -> None:
 def test_minibatches_are_dealt_by_seed_and_cover_everything() -> None:
     seen: list[list[int]] = []
     one = learner(plan=UpdatePlan(minibatches=3, epochs=2, token_budget=12))
-    original = one._minibatch
+    original = one.loss_steps.minibatch
 
     def record(whole: Units, part: Pulled, *rest: Any) -> list[torch.Tensor]:
         seen.append(part.batch()["sample_id"].tolist())
         return original(whole, part, *rest)
 
-    one._minibatch = record  # type: ignore[method-assign]
+    one.loss_steps.minibatch = record  # type: ignore[method-assign]
     one.update(batch(), LOSSES[0])
     first, second = (sorted(i for part in parts for i in part) for parts in (seen[:3], seen[3:]))
     assert first == second == list(range(8))
@@ -229,7 +229,7 @@ def test_every_update_deals_its_minibatches_anew() -> None:
         dealt.append(part.batch()["sample_id"].tolist())
         return []
 
-    one._minibatch = record  # type: ignore[method-assign]
+    one.loss_steps.minibatch = record  # type: ignore[method-assign]
     one.update(batch(), LOSSES[0])
     one.update(batch(), LOSSES[0])
     assert dealt[:4] != dealt[4:]
