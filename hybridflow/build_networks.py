@@ -129,7 +129,7 @@ def _policy(spaces: Spaces, config: RunConfig) -> Built:
 
 
 def _actor_critic(spaces: Spaces, config: RunConfig) -> Built:
-    value = ValueNet(spaces[0], config.critic.net, torch_generator(config.seed, "init", 1))
+    value = critic_networks(*critic_input(spaces, config), config)["value"]
     return {"policy": ActorCritic(_policy(spaces, config)["policy"], value)}
 
 

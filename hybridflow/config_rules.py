@@ -144,7 +144,7 @@ def _memory_conflicts(config: RunConfig) -> Iterator[str]:
     """A memory is unrolled over whole pieces, in the order of their steps."""
     actor, critic = config.actor.net.kind, config.critic.net.kind
     for name, net in (("actor", config.actor.net), ("critic", config.critic.net)):
-        if net.memory and (config.replays or config.algorithm in ("trpo", "q_learning", "a3c")):
+        if net.memory and (config.replays or config.algorithm in ("trpo", "q_learning")):
             yield f'{name}.net.kind = "{net.kind}": {config.algorithm} learns from single steps; use "mlp" or "cnn"'
             return
     if config.critic.net.memory and critic != actor:

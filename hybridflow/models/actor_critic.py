@@ -14,16 +14,16 @@ __all__ = ["ActorCritic"]
 
 
 class ActorCritic(nn.Module):
-    """Acts as ``policy`` does; its outputs are those of both networks, on single steps."""
-
-    inputs: tuple[str, ...] = ("observations", "actions")
-    unit: Literal["row", "step"] = "step"
-    memory_size = 0
+    """Acts as ``policy`` does; its outputs are those of both networks, on rows if the policy has a memory, else on single
+    steps."""
 
     def __init__(self, policy: nn.Module, value: nn.Module) -> None:
         super().__init__()
         self.policy: Any = policy
         self.value: Any = value
+        self.inputs: tuple[str, ...] = self.policy.inputs
+        self.unit: Literal["row", "step"] = self.policy.unit
+        self.memory_size: int = self.policy.memory_size
 
     @property
     def device(self) -> torch.device:
@@ -35,10 +35,11 @@ class ActorCritic(nn.Module):
         return self.policy.distribution(observations)
 
     def step(self, observations: Tensor, memory: Tensor) -> tuple[Any, Tensor]:
-        """As that of the policy, which has no memory."""
-        return self.distribution(observations), memory
+        """As that of the policy."""
+        distribution, after = self.policy.step(observations, memory)
+        return distribution, after
 
-    def outputs(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def outputs(self, columns: Mapping[str, Tensor] | Batch) -> dict[str, Tensor]:
         """``log_probs``, ``entropy`` and ``values``, [N] over the action steps."""
         return {**self.policy.outputs(columns), **self.value.outputs(columns)}
 

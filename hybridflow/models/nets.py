@@ -243,7 +243,9 @@ class ObservationNet(nn.Module):
         if not isinstance(columns, Batch):
             return self.forward(columns[self.inputs[0]])
         observed, mask = columns.ragged(self.inputs[0]), columns.ragged("response_mask").values
-        outputs = self.unroll(self._tensor(observed.values), self._tensor(columns["memory"]), observed.lengths)
+        steps = self._tensor(observed.values)
+        remembers = self.memory_size > 0
+        outputs = self.unroll(steps, self._tensor(columns["memory"]), observed.lengths) if remembers else self.forward(steps)
         return outputs if mask.all() else outputs[self._tensor(mask)]
 
     def _tensor(self, array: Array) -> Tensor:

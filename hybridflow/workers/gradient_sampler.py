@@ -25,13 +25,15 @@ from hybridflow.workers.units import action_columns
 
 __all__ = ["GradientSampler"]
 
+READS = ("sample_id", "policy_version", "observations", "actions", "response_mask", "final_observations")
+
 
 class GradientSampler(EnvSampler):
     """Its source's network is an ``ActorCritic``, or whatever has its outputs."""
 
     @remote(
         DP,
-        reads=("sample_id", "policy_version", "observations", "actions", "response_mask", "final_observations"),
+        reads=lambda args: (*READS, *(("memory",) if args.get("memory_size") else ())),
         writes=("sample_id", "policy_version", "gradients"),
         makes=("values", "bootstrap_values", "advantages", "returns"),
         rows="one",
@@ -43,7 +45,7 @@ class GradientSampler(EnvSampler):
         network = self._network
         columns = action_columns(batch, network.device)
         with torch.enable_grad(), _differentiable(network) as parameters:
-            outputs = network.outputs(columns)
+            outputs = network.outputs(batch if network.unit == "row" else columns)
             steps = batch.with_columns(**_valued(network, batch, outputs["values"]))
             estimated = batch.select(("response_mask",)).with_columns(**estimate(steps))
             columns |= action_columns(estimated, network.device)

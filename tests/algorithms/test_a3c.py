@@ -49,14 +49,30 @@ def trained(data: dict[str, Any]) -> tuple[dict[str, np.ndarray], list[Step]]:
         run.runtime.stop()
 
 
-@pytest.mark.parametrize("id", ["CartPole-v1", "Pendulum-v1"])
-def test_one_worker_learns_what_a2c_learns(id: str) -> None:
-    mine, _ = trained(with_keys(A3C, environment__id=id, environment__workers=1))
-    theirs, _ = trained(with_keys(A2C, environment__id=id))
-    first, _ = trained(with_keys(A2C, environment__id=id, train__steps=1))
+CUE = {"id": "memory_envs:HybridflowCue-v0", "options": {"delay": 4}, "num_envs": 4, "steps_per_rollout": 6}
+
+
+@pytest.mark.parametrize(
+    ("environment", "kinds"),
+    [
+        ({"id": "CartPole-v1"}, ("mlp", "mlp")),
+        ({"id": "Pendulum-v1"}, ("mlp", "mlp")),
+        (CUE, ("gru", "gru")),
+        (CUE, ("gru", "mlp")),
+        (CUE, ("lstm", "lstm")),
+        (CUE, ("attention", "attention")),
+    ],
+)
+def test_one_worker_learns_what_a2c_learns(environment: dict[str, Any], kinds: tuple[str, str]) -> None:
+    """With a memory, too: it goes on over rollouts, which are longer than an episode here and cut others."""
+    keys: dict[str, Any] = {f"environment__{name}": value for name, value in environment.items()}
+    keys |= {f"{role}__net": {"kind": kind, "hidden": [8]} for role, kind in zip(("actor", "critic"), kinds, strict=True)}
+    mine, _ = trained(with_keys(A3C, **keys, environment__workers=1))
+    theirs, _ = trained(with_keys(A2C, **keys))
+    first, _ = trained(with_keys(A2C, **keys, train__steps=1))
+    assert max(np.abs(array - first[name]).max() for name, array in theirs.items()) > 1e-3
     for name, array in theirs.items():
         own = mine[name.replace("policy/", "policy/policy.")]
-        assert np.abs(array - first[name]).max() > 1e-3
         np.testing.assert_allclose(own, array, rtol=1e-4, atol=1e-6)
 
 

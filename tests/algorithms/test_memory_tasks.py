@@ -46,6 +46,12 @@ def test_with_a_memory_the_cue_is_remembered(kind: str) -> None:
     assert score_of(kind) == 1.0
 
 
+def test_env_workers_remember_their_own_episodes() -> None:
+    """Each of two has half of the environments, and rollouts in turn: a memory waits in its worker meanwhile."""
+    a3c = {"a3c": {"entropy_coef": 0.01}, "critic__optimizer": None, "environment__workers": 2, "train": {"steps": 400}}
+    assert score_of("gru", algorithm="a3c", ppo=None, loss=None, **a3c) == 1.0
+
+
 @pytest.mark.parametrize(
     "method",
     [{"algorithm": "impala", "impala": {"lag": 1}}, {"algorithm": "reinforce", "reinforce": {"baseline": "value"}}],
