@@ -107,7 +107,7 @@ def test_two_env_workers_apart_from_the_learner_change_the_last_digits_alone(nam
 @pytest.mark.parametrize("name", ["a3c-cartpole", pytest.param("impala-workers", marks=pytest.mark.slow)])
 def test_env_workers_roll_out_by_themselves_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
     data = with_keys(ENVIRONMENTS[name], environment__workers=2, checkpoint={"every": 12}, evaluation__every=6)
-    data = with_keys(data, **dict.fromkeys(("actor__net", "critic__net"), {"kind": "gru", "hidden": [8]}))
+    data = with_keys(data, **{key: {"kind": "gru", "hidden": [8]} for key in ("actor__net", "critic__net")})
     critic = {"critic": "learner"} if "impala" in name else {}
     apart = on_ray(data, {"learner": 1, "envs": 2}, actor="learner", sampler="envs", **critic)
     ray = run(apart, tmp_path / "ray", train__steps=12)

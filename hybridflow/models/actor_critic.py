@@ -17,13 +17,12 @@ class ActorCritic(nn.Module):
     """Acts as ``policy`` does; its outputs are those of both networks, on rows if the policy has a memory, else on single
     steps."""
 
-    def __init__(self, policy: nn.Module, value: nn.Module) -> None:
+    def __init__(self, policy: Any, value: Any) -> None:
         super().__init__()
-        self.policy: Any = policy
-        self.value: Any = value
-        self.inputs: tuple[str, ...] = self.policy.inputs
-        self.unit: Literal["row", "step"] = self.policy.unit
-        self.memory_size: int = self.policy.memory_size
+        self.policy, self.value = policy, value
+        self.inputs: tuple[str, ...] = policy.inputs
+        self.unit: Literal["row", "step"] = policy.unit
+        self.memory_size: int = policy.memory_size
 
     @property
     def device(self) -> torch.device:

@@ -244,8 +244,10 @@ class ObservationNet(nn.Module):
             return self.forward(columns[self.inputs[0]])
         observed, mask = columns.ragged(self.inputs[0]), columns.ragged("response_mask").values
         steps = self._tensor(observed.values)
-        remembers = self.memory_size > 0
-        outputs = self.unroll(steps, self._tensor(columns["memory"]), observed.lengths) if remembers else self.forward(steps)
+        if self.memory_size:
+            outputs = self.unroll(steps, self._tensor(columns["memory"]), observed.lengths)
+        else:
+            outputs = self.forward(steps)
         return outputs if mask.all() else outputs[self._tensor(mask)]
 
     def _tensor(self, array: Array) -> Tensor:
