@@ -1,7 +1,7 @@
 """The ``hybridflow`` program.
 
 Exit codes: 0 done, 1 a worker process failed, ``doctor`` found a problem or a policy is over its budget of time, 2 a user's
-mistake (told in one line each), 130 interrupted.
+mistake (told in one line each), 130 interrupted, 143 asked to end (SIGTERM), after a step that was saved if it was in time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(str(ResourceError(MEMORY)))
 
+
+RESUME = "go on from a checkpoint, by default the newest; auto: the newest that is whole or, if there is none, the start"
 
 OVERRIDE = "any key of the configuration can be overridden: --section.key value (hybridflow keys lists them)"
 
@@ -127,8 +129,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     train = command("train", _train, f"train as a TOML file says; {OVERRIDE}", overrides=True)
     train.add_argument("config", type=Path, help="TOML file")
+    train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=RESUME)
     train.add_argument(
-        "--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from a checkpoint, by default the newest"
+        "--restarts", type=int, default=0, metavar="N", help="go on from the newest checkpoint when the run dies, so often"
     )
     evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {OVERRIDE}", True)
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
@@ -319,10 +322,24 @@ def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _train(options: Any) -> int:
+    if options.restarts:
+        return _supervise(options)
     from hybridflow.config import load_config
     from hybridflow.launch import train
 
     return train(load_config(options.config, options.overrides), options.resume)
+
+
+def _supervise(options: Any) -> int:
+    from hybridflow.supervise import supervise
+
+    if options.restarts < 0:
+        raise UserError(f"train: --restarts {options.restarts}: expected at least 0")
+    command = [sys.executable, "-m", "hybridflow.cli", "train", str(options.config), *options.overrides]
+    first = [] if options.resume is None else ["--resume", options.resume]
+    return supervise(
+        [*command, *first], [*command, "--resume", "auto"], options.restarts, lambda line: print(line, file=sys.stderr)
+    )
 
 
 def _eval(options: Any) -> None:

@@ -48,6 +48,7 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
     if issubclass(method.algorithm, PolicyGradient):
         given = "data" if config.environment is None else "environment"
         yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
+    yield from _best_conflicts(config)
     if config.evaluation.functions and (config.environment is not None or method.records == "pairs"):
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.evaluation.options and config.environment is None:
@@ -61,6 +62,19 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
         yield f"train.updates_per_step: {config.algorithm} learns from fresh samples; use train.epochs or train.minibatches"
     if config.replays and (config.train.epochs > 1 or config.train.minibatches > 1):
         yield f"train.epochs, train.minibatches: {config.algorithm} replays samples; use train.updates_per_step"
+
+
+def _best_conflicts(config: RunConfig) -> Iterator[str]:
+    best = config.checkpoint.keep_best
+    if best is None:
+        return
+    found = f"checkpoint.keep_best = {best!r}"
+    if not best.startswith("eval/"):
+        yield f'{found}: expected a metric of evaluations, like "eval/score"'
+    every, evaluated = config.checkpoint.every, config.evaluation.every
+    if not every or not evaluated or every % evaluated:
+        wish = "set checkpoint.every to a multiple of evaluation.every"
+        yield f"{found}: every checkpoint needs an evaluation to compare by; {wish} (now {every} and {evaluated})"
 
 
 def _environment_conflicts(config: RunConfig) -> Iterator[str]:

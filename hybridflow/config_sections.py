@@ -202,6 +202,11 @@ class CheckpointConfig(Config):
     """steps between checkpoints, and one after the last; 0: only when the run is interrupted"""
     keep: int = Field(2, gt=0)
     """the newest ones that remain"""
+    keep_best: str | None = None
+    """a metric of evaluations, like "eval/score": of those steps, the checkpoint with the largest value remains as well"""
+    deadline_s: float = Field(30, gt=0)
+    """seconds from SIGTERM, with which clusters announce a preemption, to the end of the process: a step that is done by
+    then is saved"""
     export: bool = True
     """after the last step, write the actor as a Hugging Face folder into <run_dir>/model"""
     export_every: int = Field(0, ge=0)

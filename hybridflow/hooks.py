@@ -166,7 +166,8 @@ class Checkpointer:
     ends is finished, also when it ends by an error.
 
     ``begin``: the run's state, and roles begin to write to a folder; ``saved``: what they have written, None while they are
-    at it. At most one checkpoint is under way.
+    at it. At most one checkpoint is under way. The newest ``keep`` remain, and the one with the largest metric
+    ``keep_best``, among the steps that were evaluated. ``last``: the step of the last one that was begun, -1 for none.
     """
 
     begin: Callable[[Path], Mapping[str, Any]]
@@ -175,27 +176,30 @@ class Checkpointer:
     every: int
     keep: int
     timeline: Timeline
+    keep_best: str | None = None
+    last: int = -1
 
     def __post_init__(self) -> None:
-        self._last = -1
+        self._evaluation: dict[str, float] = {}
         self._writing: checkpoint.Writing | None = None
 
     def __call__(self, step: Step) -> None:
         self.finish(step.number, wait=False)
+        self._evaluation = {name: value for name, value in step.metrics.items() if name.startswith("eval/")}
         if self.every and step.number % self.every == 0:
             self.save(step.number)
 
     def save(self, step: int) -> None:
-        """Begin to save, once for each step."""
-        if step == self._last:
+        """Begin to save after ``step``, the last one that was made, once."""
+        if step == self.last:
             return
         self.finish(step)
         with self._timed(step, "checkpoint.save"):
-            writing = checkpoint.Writing(self.folder, step)
+            writing = checkpoint.Writing(self.folder, step, self._evaluation)
             with writing.discarded_on_error():
                 for name, state in self.begin(writing.partial).items():
                     writing.add(name, state)
-        self._last, self._writing = step, writing
+        self.last, self._writing = step, writing
 
     def finish(self, step: int, wait: bool = True) -> None:
         """Make the checkpoint under way appear, if all of it has been written. The cause is raised if it couldn't be."""
@@ -208,7 +212,7 @@ class Checkpointer:
             if files is None:
                 self._writing = writing
             else:
-                writing.commit(files, self.keep)
+                writing.commit(files, self.keep, self.keep_best)
 
     @contextmanager
     def _timed(self, step: int, what: str) -> Iterator[None]:
@@ -221,7 +225,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.finish(self._last)
+            self.finish(self.last)
         elif issubclass(kind, Exception):  # what can't be saved any more is not what ended the run
             with suppress(HybridFlowError, OSError):
-                self.finish(self._last)
+                self.finish(self.last)

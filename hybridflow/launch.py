@@ -1,12 +1,11 @@
-"""Runs a training run from start or checkpoint to its end: run directory, hooks, interruption, result."""
+"""Runs a training run from start or checkpoint to its end: run directory, hooks, result."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from hybridflow import checkpoint
 from hybridflow.build import Run, build
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
-from hybridflow.core.errors import CheckpointError, RewardError
+from hybridflow.core.errors import CheckpointError, ConfigError, RewardError
 from hybridflow.core.resident import MemoryMeter
 from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter
+from hybridflow.stopping import Stopping
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.result import write_result
@@ -27,42 +27,71 @@ from hybridflow.telemetry.timeline import Timeline
 from hybridflow.telemetry.tracker import Tracker
 from hybridflow.train import Trainer
 
-__all__ = ["INTERRUPTED", "train"]
+__all__ = ["train"]
 
-INTERRUPTED = 130
 EVALUATION = ("eval/score", "eval/low", "eval/high", "eval/count")
 
 
-def train(config: RunConfig, resume: str | None = None) -> int:
-    """Run to the end; the exit code: 0, or INTERRUPTED after Ctrl-C, which finishes the step and saves a checkpoint.
+def train(config: RunConfig, resume: str | None = None, until: int | None = None) -> int:
+    """Run to the end, or until so many steps are done; the exit code: 0, or 128 and the number of the signal, SIGINT
+    (Ctrl-C) or SIGTERM, that ended the run after a step, which was then saved.
 
-    ``resume``: a checkpoint folder, "latest" for the newest of the run directory, or None for a new run.
+    ``resume``: a checkpoint folder, "latest" for the newest of the run directory, "auto" for the newest that is whole or,
+    if there is none yet, the start; None for a new run.
     """
     path = Path(config.run_dir)
-    saved = None if resume is None else checkpoint.load(_checkpoint(path, resume))
-    if saved is None:
+    if resume is None or (resume == "auto" and not RunDirectory(path).config.exists()):
         RunDirectory.refuse_used(path)
-    elif saved.step >= config.train.steps:
-        found = f"the checkpoint is after step {saved.step} and train.steps = {config.train.steps}"
-        raise CheckpointError(f"{path}: {found}, so nothing is left to do; raise train.steps to go on")
-    memory = MemoryMeter()
+        return _build_and_train(config, False, None, until)
+    with RunDirectory(path).locked():
+        saved = _resumed(path, resume)
+        if saved is not None and saved.step >= config.train.steps and resume != "auto":
+            found = f"the checkpoint is after step {saved.step} and train.steps = {config.train.steps}"
+            raise CheckpointError(f"{path}: {found}, so nothing is left to do; raise train.steps to go on")
+        return _build_and_train(config, True, saved, until)
+
+
+def _resumed(path: Path, resume: str) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from; what a kill has left of others is removed. None: from the start."""
+    checkpoints = path / "checkpoints"
+    checkpoint.tidy(checkpoints)
+    if resume != "auto":
+        return checkpoint.load(checkpoint.latest(checkpoints) if resume == "latest" else Path(resume))
+    saved, damaged = checkpoint.intact(checkpoints)
+    for problem in damaged:
+        Console().print(f"passed over: {problem}", style="yellow", soft_wrap=True)
+    where = f"{saved.path.name}, the newest checkpoint that is whole" if saved else "the start: there is no checkpoint yet"
+    Console().print(f"going on from {where}", soft_wrap=True)
+    return saved
+
+
+def _build_and_train(config: RunConfig, exists: bool, saved: checkpoint.Checkpoint | None, until: int | None) -> int:
+    path, memory = Path(config.run_dir), MemoryMeter()
     run = build(config)
     try:
-        return _train(run, _directory(path, config, saved is not None), saved, memory)
+        directory = _directory(path, config, exists)
+        if saved is None:
+            directory.clear()
+        with contextlib.nullcontext() if exists else directory.locked():
+            return _train(run, directory, saved, memory, until)
     except BaseException:
-        if run.trainer.step == 0:
+        if not exists and run.trainer.step == 0:
             shutil.rmtree(path, ignore_errors=True)  # made by this run, which has done nothing yet: the name stays free
         raise
     finally:
         run.runtime.stop()
 
 
-def _train(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None, memory: MemoryMeter) -> int:
+def _train(
+    run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None, memory: MemoryMeter, until: int | None
+) -> int:
     trainer, config = run.trainer, run.config
     with checkpoint.marker(directory.checkpoints) as file:
         run.runtime.sees(file)
+    aside = []
     if saved is not None:
         run.load(saved)
+        aside = checkpoint.set_aside(directory.checkpoints, saved.step)
     start, steps = trainer.step, config.train.steps
     title = f"{config.algorithm} · {config.run_dir}"
     with (
@@ -71,25 +100,37 @@ def _train(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | Non
         RunConsole(steps, start=start, title=title) as console,
     ):
         evaluator = _evaluator(run, console, timeline)
-        every, keep = config.checkpoint.every, config.checkpoint.keep
-        checkpointer = Checkpointer(run.save, run.runtime.saved, directory.checkpoints, every, keep, timeline)
+        given, folder = config.checkpoint, directory.checkpoints
+        saving = (folder, given.every, given.keep, timeline, given.keep_best, -1 if saved is None else start)
+        checkpointer = Checkpointer(run.save, run.runtime.saved, *saving)
         trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline, memory), checkpointer]
-        if every := config.checkpoint.export_every:
-            exporter = Exporter(run.parts.export, directory.model, every, timeline)
+        if given.export_every:
+            exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline)
             exporter.run(start)
             trainer.hooks = [*trainer.hooks, exporter]
         console.note(run.parts.describe())
+        if aside:
+            console.note(f"later checkpoints are no past of this run any more: renamed to {', '.join(aside)}", "yellow")
         if evaluator and start == 0:
-            tracker.log(0, evaluator.run(0).metrics())
-        with checkpointer, _stop_on_interrupt(trainer, console), _save_on_reward_error(trainer, checkpointer, console):
-            trainer.train(steps)
-            if config.checkpoint.every or trainer.step < steps:
+            metrics = evaluator.run(0).metrics()
+            _check_best(given.keep_best, metrics)
+            tracker.log(0, metrics)
+        stopping = Stopping(trainer, console, given.deadline_s, folder)
+        with checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
+            trainer.train(steps if until is None else min(until, steps))
+            if given.every or trainer.step < steps:
                 checkpointer.save(trainer.step)
+                checkpointer.finish(trainer.step)
         if trainer.step < steps:
-            console.note(f"interrupted after step {trainer.step}/{steps}; saved; go on with --resume")
-            return INTERRUPTED
+            console.note(f"{stopping.word} after step {trainer.step}/{steps}; saved; go on with --resume")
+            return stopping.code
         _finish(run, directory, console)
     return 0
+
+
+def _check_best(name: str | None, metrics: Mapping[str, float]) -> None:
+    if name is not None and name not in metrics:
+        raise ConfigError([f"checkpoint.keep_best = {name!r}: evaluations have {', '.join(sorted(metrics))}"])
 
 
 def _evaluator(run: Run, console: RunConsole, timeline: Timeline) -> Evaluator | None:
@@ -115,10 +156,6 @@ def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
             shutil.rmtree(directory.model, ignore_errors=True)  # of this very run, before it was resumed
         run.parts.export(directory.model)
         console.note(f"model: {directory.model}")
-
-
-def _checkpoint(run_dir: Path, resume: str) -> Path:
-    return checkpoint.latest(run_dir / "checkpoints") if resume == "latest" else Path(resume)
 
 
 def _directory(path: Path, config: RunConfig, resumed: bool) -> RunDirectory:
@@ -152,19 +189,3 @@ def _save_on_reward_error(trainer: Trainer, checkpointer: Checkpointer, console:
             checkpointer.finish(trainer.step)
             console.note(f"saved after step {trainer.step}; mend the reward, then go on with --resume")
         raise
-
-
-@contextlib.contextmanager
-def _stop_on_interrupt(trainer: Trainer, console: RunConsole) -> Iterator[None]:
-    """The first Ctrl-C ends the run after the step; a second one ends it at once."""
-
-    def stop(*_: object) -> None:
-        trainer.stop_requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.note("interrupted: finishing the step, then saving; press Ctrl-C again to stop at once")
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -12,6 +12,10 @@ tensorboard/     event files
 
 from __future__ import annotations
 
+import errno
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +25,8 @@ from hybridflow.telemetry.records import keep_until
 from hybridflow.telemetry.timeline import keep_events_until
 
 __all__ = ["RunDirectory"]
+
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class RunDirectory:
             raise CheckpointError(f"run_dir {path}: holds a run already; {hint}")
         others = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
         # a kill before config.toml was written leaves these, empty
-        others = [name for name in others if name not in ("checkpoints", "tensorboard", "config.toml.tmp")]
+        others = [name for name in others if name not in ("checkpoints", "tensorboard", "config.toml.tmp", LOCK)]
         if others:
             found = f"holds other files ({others[0]}, {len(others)} in all) and no run"
             raise CheckpointError(f"run_dir {path}: {found}; choose another run_dir")
@@ -68,6 +74,21 @@ class RunDirectory:
         if not run.config.is_file():
             raise CheckpointError(f"{path}: not a run directory, it has no config.toml")
         return run
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else trains in the folder meanwhile; CheckpointError if somebody does. A kill ends it, too."""
+        if not self.path.is_dir():
+            yield
+            return
+        with (self.path / LOCK).open("w") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    hint = "wait until it has ended, or end it"
+                    raise CheckpointError(f"run_dir {self.path}: another process trains there; {hint}") from None
+            yield
 
     @property
     def config(self) -> Path:
@@ -100,6 +121,12 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    def clear(self) -> None:
+        """Drop what an earlier attempt has measured, before the run starts anew."""
+        self.keep_until(-1)
+        for events in self.tensorboard.glob("events*"):
+            events.unlink()
 
     def keep_until(self, step: int) -> None:
         """Drop metrics, samples and timeline events of later steps, before the run resumes after ``step``."""
