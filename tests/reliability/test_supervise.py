@@ -58,7 +58,7 @@ def test_a_signal_goes_to_the_training_and_ends_both(tmp_path: Path) -> None:
     )
 
     def ask() -> None:
-        while not ready.exists():
+        while not ready.exists() or not ready.read_text():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
