@@ -31,18 +31,27 @@ KEPT = ROOT / "benchmarks" / "learning.json"
 
 @dataclass(frozen=True)
 class Target:
-    """What a run on this environment should reach, and what rl-baselines3-zoo has published for the method, if anything."""
+    """What a run on this environment should reach, and what rl-baselines3-zoo has published for the method, if anything.
+    The run is that of an ``example``, left out: of the same name, with further ``options`` of the command."""
 
     environment: str
     returns: float
     published: str = ""
+    example: str = ""
+    options: tuple[str, ...] = ()
 
 
 CARTPOLE = Target("CartPole-v1", 475)
+TWO_WORKERS = (
+    *("--runtime.kind", "ray", "--runtime.slots", "3", "--placement.pools.learner", "1", "--placement.pools.envs", "2"),
+    *("--placement.roles.actor", "learner", "--placement.roles.sampler", "envs"),
+)
 TARGETS = {
     "cartpole": Target("CartPole-v1", 475, "500 at 100k"),
     "a2c_cartpole": Target("CartPole-v1", 475, "500 at 500k"),
     "dqn_cartpole": Target("CartPole-v1", 475, "500 at 50k"),
+    "a3c_cartpole": CARTPOLE,
+    "a3c_cartpole on Ray": Target("CartPole-v1", 475, example="a3c_cartpole", options=TWO_WORKERS),
     "reinforce_cartpole": CARTPOLE,
     "trpo_cartpole": CARTPOLE,
     "impala_cartpole": CARTPOLE,
@@ -53,6 +62,7 @@ TARGETS = {
     "q_learning_frozenlake": Target("FrozenLake-v1", 0.7),
     "ppo_lunarlander": Target("LunarLander-v3", 200, "242 at 1M, of v2"),
     "ppo_acrobot": Target("Acrobot-v1", -100, "-74 at 1M"),
+    "ppo_minigrid": Target("MiniGrid-DoorKey-5x5", 0.9),
     "ppo_simple_spread": Target("simple_spread", -60),
     "mappo_simple_spread": Target("simple_spread", -60),
 }
@@ -73,8 +83,13 @@ def main() -> None:
     print_table(options.examples)
 
 
+def example(name: str) -> str:
+    """Path from the repository's root."""
+    return f"examples/{TARGETS[name].example or name}.toml"
+
+
 def digest(name: str) -> str:
-    return hashlib.sha256((ROOT / "examples" / f"{name}.toml").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256((ROOT / example(name)).read_bytes() + " ".join(TARGETS[name].options).encode()).hexdigest()[:12]
 
 
 def everything() -> dict[str, Any]:
@@ -100,19 +115,18 @@ def run(name: str, seed: int) -> dict[str, float]:
     """One run: return of the policy at the end, steps of the environments, processor time."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "hybridflow.cli", "train", f"examples/{name}.toml", "--run_dir", str(run_dir)]
+        command = [sys.executable, "-m", "hybridflow.cli", "train", example(name), "--run_dir", str(run_dir)]
+        command += [*TARGETS[name].options, "--seed", str(seed)]
         before = processor_time()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, "--seed", str(seed)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name} seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}")
         took = processor_time() - before
         after = json.loads((run_dir / "result.json").read_text())["after"]
         config = tomllib.loads((run_dir / "config.toml").read_text())
     slots = config["environment"]
-    steps = after["step"] * slots["num_envs"] * slots["steps_per_rollout"]
+    steps = after["step"] * slots["num_envs"] // max(1, slots.get("workers", 0)) * slots["steps_per_rollout"]
     return {"return": after["eval/score"], "steps": steps, "cpu_s": round(took, 1)}
 
 

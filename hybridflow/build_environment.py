@@ -80,6 +80,7 @@ class EnvironmentParts:
             ("observations", "actions", *_remembered(config.actor.net)),
             config.actor.model or _called(config.actor.net),
             normalised=config.actor.net.normalise and _has_scale(self.spaces[0]),
+            clipped_apart=("policy.", "value.") if config.algorithm == "a3c" else ("",),
         )
         args = config.learner_args(config.actor)
         others = trained_besides(config, args["total_steps"])

@@ -2,6 +2,7 @@
 
 Each worker acts with weights of its own, turns its rollout into gradients of policy and value, and then gets the newest
 weights. Others have taken steps meanwhile: ``actor/staleness`` tells how many. The optimizer's statistics are shared.
+Gradients of policy and value are clipped each by itself, or the value's, which are far larger, would silence the policy's.
 """
 
 from pydantic import Field

@@ -130,6 +130,7 @@ class Learner(Shelved):
             self.optimizer: Optimizer = FsdpOptimizer(self.fsdp, optimizer, total_steps, self.cut, self.lines)
         else:
             self.optimizer = self._optimizer(self.main, Trained(optimizer, total_steps), shard)
+            self.optimizer.clipped_apart = networks.clipped_apart
         rest = {name: self._optimizer(name, trained, shard) for name, trained in (others or {}).items()}
         self.optimizers = {self.main: self.optimizer, **rest}
         for name, network in self.networks.items():

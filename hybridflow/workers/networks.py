@@ -19,7 +19,8 @@ __all__ = ["Networks", "all_tensors", "as_array", "tensors"]
 class Networks:
     """Networks to build by name. ``main`` is trained; ``inputs`` are the columns that it reads. ``model``: whose weights
     they start from, for people to read. ``part``: builds what a rank holds of them, None for networks that can't be cut.
-    ``normalised``: the main one normalises what it observes, by statistics of all updates.
+    ``normalised``: the main one normalises what it observes, by statistics of all updates. ``clipped_apart``: parts of it,
+    by the start of their parameters' names, whose gradients are clipped each by itself.
     """
 
     build: Callable[[], Mapping[str, nn.Module]]
@@ -28,6 +29,7 @@ class Networks:
     model: str = "a new network"
     part: Callable[[Lines], Mapping[str, nn.Module]] | None = None
     normalised: bool = False
+    clipped_apart: tuple[str, ...] = ("",)
 
     def at(self, lines: Lines) -> dict[str, nn.Module]:
         """What the rank at this place of a mesh holds. UserError if they can't be cut."""

@@ -110,10 +110,12 @@ class Optimizer:
 
     Weights that are not fp32 get an fp32 master copy: gradients of all microbatches add up there, AdamW moves it, and the
     weight is its rounding. fp32 weights are their own masters. ``cut``: what the module's parameters are parts of.
-    ``sharded``: whether each rank of a data-parallel line keeps but a share.
+    ``sharded``: whether each rank of a data-parallel line keeps but a share. ``clipped_apart``: parts of a whole module, by
+    the start of their parameters' names, each of which is clipped by itself.
     """
 
     sharded = False
+    clipped_apart: tuple[str, ...] = ("",)
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, total_steps: int, cut: Cut | None = None) -> None:
         self.config, self.total_steps, self.steps, self.cut = config, total_steps, 0, cut
@@ -191,10 +193,14 @@ class Optimizer:
         if self.cut is not None:
             lines = self.cut.lines
             norm = float(gradient_norm(gradients, self.cut.shards, (lines.tp, lines.pp)))
-        else:
-            norm = float(_total_norm(list(gradients.values())))
-        self._scale_down(gradients, norm)
-        return norm
+            self._scale_down(gradients, norm)
+            return norm
+        norms = []
+        for start in self.clipped_apart:
+            part = {name: gradient for name, gradient in gradients.items() if name.startswith(start)}
+            norms.append(float(_total_norm(list(part.values()))))
+            self._scale_down(part, norms[-1])
+        return math.hypot(*norms)
 
     def _scale_down(self, gradients: Mapping[str, Tensor], norm: float) -> None:
         if gradients and norm > self.config.max_grad_norm:
