@@ -106,7 +106,7 @@ def keep(name: str, seed: int, result: dict[str, float]) -> None:
     seeds = {**known(name), str(seed): result}
     KEPT.write_text(json.dumps({**everything(), name: {"digest": digest(name), "seeds": seeds}}, indent=1) + "\n")
     print(
-        f"{name} seed {seed}: {result['return']:.1f} after {result['steps']:,} steps, {result['cpu_s']:.0f} CPU-s",
+        f"{name} seed {seed}: {shown(result['return'])} after {result['steps']:,} steps, {result['cpu_s']:.0f} CPU-s",
         flush=True,
     )
 
@@ -150,13 +150,18 @@ def print_table(names: list[str]) -> None:
             name,
             target.environment,
             f"{results[0]['steps']:,}",
-            f"{mean:.1f} ± {spread:.1f}",
-            f"{worst:.1f}",
+            f"{shown(mean)} ± {shown(spread, like=mean)}",
+            shown(worst),
             f"{reached} of {len(returns)} (≥ {target.returns:g})",
             f"{statistics.median(result['cpu_s'] for result in results):.0f}",
             target.published,
         )
         print(f"| {' | '.join(cells)} |")
+
+
+def shown(value: float, like: float | None = None) -> str:
+    """With one decimal, or three where it, or what it is a deviation ``like``, is around one."""
+    return f"{value:.1f}" if abs(value if like is None else like) > 10 else f"{value:.3f}"
 
 
 if __name__ == "__main__":
