@@ -68,6 +68,7 @@ class EnvironmentParts:
             "critic": self.critic,
             "scorers": tuple,
             "action_space": lambda: action_space(self.spaces),
+            "replay": lambda: self.config.replay,
         }
 
     @cached_property
@@ -77,7 +78,7 @@ class EnvironmentParts:
         networks = Networks(
             partial(actor_networks, self.spaces, config),
             main_network(config),
-            ("observations", "actions", *_remembered(config.actor.net)),
+            ("observations", "actions", *config.actor.net.remembered),
             config.actor.model or _called(config.actor.net),
             normalised=config.actor.net.normalise and _has_scale(self.spaces[0]),
             clipped_apart=("policy.", "value.") if config.algorithm == "a3c" else ("",),
@@ -104,7 +105,7 @@ class EnvironmentParts:
         with_states = config.critic.input == "state"
         args = {"config": self.environment, "seed": config.seed, "with_states": with_states}
         if remembered := memory_size(self.spaces[0], config.actor.net):
-            return {**args, "memory_size": remembered}
+            args |= {"memory_size": remembered, "max_piece": config.replay.sequence if config.replays else 0}
         if config.algorithm in ("dqn", "q_learning"):
             return {**args, "exploration": config.exploration}
         noise = config.exploration.noise if config.algorithm in ("td3", "ddpg") else 0.0
@@ -115,7 +116,7 @@ class EnvironmentParts:
         space, column = critic_input(self.spaces, self.config)
         build = partial(critic_networks, space, column, self.config)
         net = self.config.critic.net
-        columns = (column, *_remembered(net))
+        columns = (column, *net.remembered)
         normalised = (net.normalise and _has_scale(space)) or net.normalise_returns
         networks = Networks(build, "value", columns, _called(net), normalised=normalised)
         return self.runtime.role(
@@ -150,11 +151,6 @@ class EnvironmentParts:
 def _has_scale(space: Any) -> bool:
     """One-hot observations have nothing to normalise."""
     return type(space).__name__ == "Box"
-
-
-def _remembered(net: NetConfig) -> tuple[str, ...]:
-    """The column that networks with a memory read."""
-    return ("memory",) if net.memory else ()
 
 
 def _called(net: NetConfig) -> str:

@@ -153,7 +153,8 @@ def _q(spaces: Spaces, config: RunConfig) -> nn.Module:
         support = (chosen.v_min, chosen.v_max, chosen.atoms)
         q = CategoricalQNet(spaces[0], int(spaces[1].n), net, random, support)
     if chosen.duelling:
-        q.mlp = DuellingMLP(q.features.size, int(spaces[1].n), chosen.atoms or 1, net, random)
+        features = net.hidden[-1] if net.memory else q.features.size
+        q.mlp = DuellingMLP(features, int(spaces[1].n), chosen.atoms or 1, net, random)
     network: nn.Module = q
     return network
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from hybridflow.config import RunConfig
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError
 from hybridflow.core.roles import Role, Runtime
 from hybridflow.data.envs import entry_types
 from hybridflow.data.recorded import open_recorded
+from hybridflow.models.memory import memory_size
 from hybridflow.rollout.replay import Replay
 from hybridflow.rollout.schedule import Offline, Overlapping, Schedule, Synchronous
 from hybridflow.workers.replay_rows import ReplayWorker, unit_bytes
@@ -20,8 +23,10 @@ __all__ = ["replay_buffer", "replay_role", "replay_schedule"]
 
 def replay_role(config: RunConfig, spaces: tuple[Any, Any]) -> Role[ReplayWorker]:
     """What holds the rows."""
-    replay = config.replay
-    args = {"capacity": replay.capacity, "types": entry_types(spaces), "spill": replay.spill}
+    replay, types = config.replay, entry_types(spaces)
+    if remembered := memory_size(spaces[0], config.actor.net):
+        types["memory"] = np.dtype((np.float32, (remembered,)))
+    args = {"capacity": replay.num_units, "types": types, "sequence": replay.sequence, "spill": replay.spill}
     return Role("replay", ReplayWorker, args, max_workers=replay.shards)
 
 
@@ -31,7 +36,7 @@ def replay_buffer(config: RunConfig, spaces: tuple[Any, Any], runtime: Runtime) 
     role, begin = replay_role(config, spaces), _recorded(config, spaces)
     rows = runtime.role(role)
     counts = {"num_draws": max(1, config.num_updates), "draws": config.draws_per_update}
-    row_bytes = unit_bytes(role.args["types"], 1)
+    row_bytes = unit_bytes(role.args["types"], config.replay.sequence)
     return Replay(config.replay, config.seed, method.gamma, rows, **counts, row_bytes=row_bytes, begin=begin)
 
 

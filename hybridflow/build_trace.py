@@ -63,7 +63,9 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
         runtime.role(replay_role(config, spaces_of(config.environment)))
         draws = config.draws_per_update
         runtime.times = config.updates_per_step // draws
-        batch = runtime.resample("replay", "sample", batch.select(REPLAYED), SAMPLED, draws * config.replay.batch_size)
+        memory, rows = config.actor.net.remembered, draws * config.replay.batch_size
+        seen, given, steps = batch.select((*REPLAYED, *memory)), (*SAMPLED, *memory), float(config.replay.sequence)
+        batch = runtime.resample("replay", "sample", seen, given, rows, steps)
     algorithm.learn(batch)
     place(runtime, config)
     return runtime, first

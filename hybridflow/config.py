@@ -250,7 +250,7 @@ class RunConfig(Config):
         ratio, environment = self.replay.samples_per_insert, self.environment
         if ratio is None or environment is None or not self.replays:
             return self.train.updates_per_step
-        return math.ceil(ratio * environment.num_envs * environment.steps_per_rollout / self.replay.batch_size)
+        return math.ceil(ratio * environment.num_envs * environment.steps_per_rollout / self.replay.draw_steps)
 
     @property
     def num_updates(self) -> int:
@@ -259,7 +259,7 @@ class RunConfig(Config):
         if ratio is None or environment is None or not self.replays:
             return self.train.steps * self.train.updates_per_step
         collected = self.train.steps * environment.num_envs * environment.steps_per_rollout // max(1, environment.workers)
-        return int(max(0, collected - replay.warmup) * ratio / replay.batch_size)
+        return int(max(0, collected - replay.warmup) * ratio / replay.draw_steps)
 
     @property
     def method(self) -> Config:
@@ -280,7 +280,7 @@ class RunConfig(Config):
     def draws_per_update(self) -> int:
         """Draws of the replay buffer that are learned from in one call, a minibatch each: those of a step, as far as they
         are ``MAX_DRAWN`` transitions; one where what is learned changes what is drawn."""
-        number, size = self.updates_per_step, self.replay.batch_size
+        number, size = self.updates_per_step, self.replay.draw_steps
         most = 1 if self.replay.priority else max(1, MAX_DRAWN // size)
         return next(draws for draws in range(min(most, number), 0, -1) if number % draws == 0)
 

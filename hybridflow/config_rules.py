@@ -158,7 +158,7 @@ def _memory_conflicts(config: RunConfig) -> Iterator[str]:
     """A memory is unrolled over whole pieces, in the order of their steps."""
     actor, critic = config.actor.net.kind, config.critic.net.kind
     for name, net in (("actor", config.actor.net), ("critic", config.critic.net)):
-        if net.memory and (config.replays or config.algorithm in ("trpo", "q_learning")):
+        if net.memory and config.algorithm in ("sac", "td3", "ddpg", "trpo", "q_learning"):
             yield f'{name}.net.kind = "{net.kind}": {config.algorithm} learns from single steps; use "mlp" or "cnn"'
             return
     if config.critic.net.memory and critic != actor:
@@ -171,7 +171,30 @@ def _memory_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: both see the same past observations; make them equal"
 
 
+def _sequence_conflicts(config: RunConfig) -> Iterator[str]:
+    """Replayed sequences: of networks with a memory alone, and each from the memory that it was collected with."""
+    replay, net, environment = config.replay, config.actor.net, config.environment
+    found = f"replay.sequence = {replay.sequence}"
+    if config.algorithm != "dqn":
+        yield from [f"{found}: {config.algorithm} learns from single steps; leave it out"] if replay.sequence > 1 else []
+    elif net.memory and replay.sequence == 1:
+        yield f'actor.net.kind = "{net.kind}": dqn learns a memory from sequences; set replay.sequence = 20, for instance'
+    elif replay.sequence > 1 and not net.memory:
+        yield f'{found}: actor.net.kind = "{net.kind}" learns from single steps; leave it out, or use "gru"'
+    elif replay.sequence > 1:
+        if config.dqn.atoms is not None:
+            yield f"dqn.atoms = {config.dqn.atoms}: with {found} dqn learns means; leave atoms, v_min and v_max out"
+        if replay.dataset is not None:
+            yield f"replay.dataset: no recorded step has the memory that {found} begins with; leave it out"
+        elif environment is not None and environment.steps_per_rollout < replay.sequence:
+            steps = f"environment.steps_per_rollout = {environment.steps_per_rollout}"
+            yield f"{found}: no sequence is longer than a rollout, and {steps}; raise it to a multiple of {replay.sequence}"
+        if replay.capacity < replay.sequence:
+            yield f"{found}, but replay.capacity = {replay.capacity}: there is no room for one; raise it"
+
+
 def _replay_conflicts(config: RunConfig) -> Iterator[str]:
+    yield from _sequence_conflicts(config)
     replay, found = config.replay, f"replay.samples_per_insert = {config.replay.samples_per_insert}"
     if replay.samples_per_insert is not None and config.train.updates_per_step > 1:
         yield f"{found}: it says how many updates follow a rollout, and so does train.updates_per_step; leave one out"

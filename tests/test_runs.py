@@ -131,6 +131,17 @@ ENVIRONMENTS = {
         train={"steps": 2, "updates_per_step": 3},
         replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6, "importance": 1.0},
     ),
+    "dqn-gru": with_keys(
+        CARTPOLE,
+        algorithm="dqn",
+        ppo=None,
+        critic=None,
+        dqn={"duelling": True},
+        actor__net={"kind": "gru", "hidden": [8, 8]},
+        environment__steps_per_rollout=9,
+        train={"steps": 2, "updates_per_step": 2},
+        replay={"capacity": 200, "batch_size": 4, "warmup": 20, "sequence": 4, "n_steps": 2, "priority": 0.6},
+    ),
     "normalised": with_keys(
         CARTPOLE,
         environment__id="Pendulum-v1",

@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ppo-cartpole": CARTPOLE,
     "ppo-lstm": ENVIRONMENTS["ppo-lstm"],
     "dqn-cartpole": ENVIRONMENTS["dqn-cartpole"],
+    "dqn-gru": ENVIRONMENTS["dqn-gru"],
     "sac-pendulum": ENVIRONMENTS["sac-pendulum"],
     "agents": ENVIRONMENTS["agents"],
     **{
@@ -40,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
         for name, data in (("a3c", "a3c-cartpole"), ("impala", "impala-workers"), ("dqn", "dqn-workers"))
     },
 }
-ALSO = ("agents", "impala, one env worker", "dqn, one env worker")
+ALSO = ("agents", "dqn-gru", "impala, one env worker", "dqn, one env worker")
 APART = {"train": 1, "rest": 1}
 
 

@@ -1,5 +1,6 @@
 """Deep Q-learning (Mnih et al. 2015), with double Q-learning (van Hasselt et al. 2016), duelling networks (Wang et al.
-2016) and categorical values (C51, Bellemare et al. 2017); n-step returns and priorities are the replay buffer's.
+2016) and categorical values (C51, Bellemare et al. 2017); n-step returns and priorities are the replay buffer's. With a
+memory it learns from replayed sequences (R2D2, Kapturowski et al. 2019).
 """
 
 from dataclasses import replace
@@ -9,8 +10,9 @@ from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.config import Config
-from hybridflow.core.roles import Actor, Algorithm
-from hybridflow.ops.td import c51_loss, dqn_loss, follow
+from hybridflow.core.roles import Actor, Algorithm, Fn
+from hybridflow.ops.td import c51_loss, dqn_loss, follow, recurrent_dqn_loss
+from hybridflow.rollout.replay import ReplayConfig
 
 __all__ = ["DQN", "DQNConfig"]
 
@@ -54,10 +56,8 @@ class DQNConfig(Config):
 class DQN(Algorithm):
     """Collect transitions, learn from replayed ones, let the target network follow."""
 
-    def __init__(self, config: DQNConfig, actor: Actor) -> None:
-        self.actor = actor
-        squared = dqn_loss.bind(double=config.double, huber_delta=config.huber_delta)
-        self.loss = squared if config.atoms is None else c51_loss.bind(double=config.double)
+    def __init__(self, config: DQNConfig, actor: Actor, replay: ReplayConfig) -> None:
+        self.actor, self.loss = actor, _loss(config, replay)
         self.follow = replace(follow.bind(targets={"target": "q"}, tau=config.tau), every=config.target_update_every)
 
     def rollout(self, source: Batch, /) -> Batch:
@@ -65,3 +65,12 @@ class DQN(Algorithm):
 
     def learn(self, batch: Batch, /) -> Batch:
         return self.actor.update(batch, self.loss, self.follow)
+
+
+def _loss(config: DQNConfig, replay: ReplayConfig) -> Fn:
+    if config.atoms is not None:
+        return c51_loss.bind(double=config.double)
+    squared = {"double": config.double, "huber_delta": config.huber_delta}
+    if replay.sequence > 1:
+        return recurrent_dqn_loss.bind(gamma=config.gamma, n_steps=replay.n_steps, **squared)
+    return dqn_loss.bind(**squared)

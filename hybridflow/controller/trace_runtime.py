@@ -88,9 +88,9 @@ class TraceRuntime(KeepsState):
         """A real batch without its values, as what ``role.verb`` gives."""
         return self._record(role, verb, "source", "", Batch({}, len(batch)), batch.traced(self._number))
 
-    def resample(self, role: str, verb: str, batch: Batch, names: Sequence[str], rows: int) -> Batch:
-        """``rows`` single steps of ``batch`` with columns ``names``, as a replay buffer gives them."""
-        columns = {name: self._column(name, rows, 1.0) for name in names}
+    def resample(self, role: str, verb: str, batch: Batch, names: Sequence[str], rows: int, steps: float) -> Batch:
+        """``rows`` of so many steps of ``batch`` with columns ``names``, as a replay buffer gives them."""
+        columns = {name: self._column(name, rows, steps if FIELDS[name].axis == "time" else 1.0) for name in names}
         return self._record(role, verb, "compute", "", batch, Batch(columns, rows))
 
     def call(

@@ -82,7 +82,8 @@ class DuellingMLP(nn.Module):
 
         V(s) + A(s, a) - mean over actions of A(s, .)
 
-    The last hidden layer is each stream's own, the others are the trunk's.
+    The last hidden layer is each stream's own, the others are the trunk's; behind a memory, which is the last of them, each
+    stream is one layer.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class DuellingMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (num_actions, num_atoms)
-        *below, last = config.hidden
-        inner = below[-1] if below else features
+        below, own = ((), ()) if config.memory else (config.hidden[:-1], config.hidden[-1:])
+        inner = (below[-1] if below else features, *own)
         self.trunk = MLP((features, *below), config.activation, math.sqrt(2), generator) if below else None
-        self.value = MLP((inner, last, num_atoms), config.activation, 1.0, generator)
-        self.advantage = MLP((inner, last, num_actions * num_atoms), config.activation, 1.0, generator)
+        self.value = MLP((*inner, num_atoms), config.activation, 1.0, generator)
+        self.advantage = MLP((*inner, num_actions * num_atoms), config.activation, 1.0, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.trunk is not None:

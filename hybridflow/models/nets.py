@@ -80,6 +80,11 @@ class NetConfig(Config):
         """Whether the network remembers what it saw earlier in an episode."""
         return self.kind in ("gru", "lstm", "attention")
 
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """The column that networks with a memory read besides observations."""
+        return ("memory",) if self.memory else ()
+
 
 @dataclass(frozen=True)
 class Categorical:
@@ -219,14 +224,26 @@ class ObservationNet(nn.Module):
     def step(self, observations: Tensor, memory: Tensor) -> tuple[Any, Tensor]:
         """The distribution at each observation [B, ...] given ``memory`` [B, M], zeros when an episode begins, and the
         memory afterwards; without a memory, M is 0."""
+        outputs, after = self.advance(observations, memory)
+        return self.head(outputs), after
+
+    def advance(self, observations: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """``step`` with the outputs [B, num_outputs] instead of what is made of them."""
         if not self.memory_size:
-            return self.distribution(observations), memory
+            return self.forward(observations), memory
         outputs, after = self.memory.step(self._encode, observations, memory)
-        return self.head(self.mlp.forward(outputs)), after
+        return self.mlp.forward(outputs), after
 
     def unroll(self, observations: Tensor, memory: Tensor, lengths: NDArray[np.int64]) -> Tensor:
         """[N, ...] observations of pieces of ``lengths`` [R] that begin with ``memory`` [R, M] -> [N, num_outputs]"""
         return self.mlp.forward(self.memory.unroll(self._encode, observations, memory, lengths))
+
+    def unroll_on(self, observations: Tensor, final: Tensor, memory: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """``unroll`` of pieces and of the ``final`` observations [R, ...] that followed them: [N + R, num_outputs], that of
+        each piece's final one behind the others."""
+        number, count = np.arange(len(lengths)), len(observations)
+        order = np.insert(np.arange(count), np.cumsum(lengths), count + number)
+        return self.unroll(torch.cat([observations, final])[self._tensor(order)], memory, lengths + 1)
 
     def _encode(self, observations: Tensor) -> Tensor:
         x = self.features.forward(observations)

@@ -95,8 +95,6 @@ class ValueNet(ObservationNet):
         if not self.memory_size:
             return self.head(self.forward(final))
         observed = batch.ragged(self.inputs[0])
-        ends, number = np.cumsum(observed.lengths), np.arange(len(final))
-        steps = torch.cat([self._tensor(observed.values), final])
-        order = np.insert(np.arange(len(observed.values)), ends, len(observed.values) + number)
-        values = self.unroll(steps[self._tensor(order)], self._tensor(batch["memory"]), observed.lengths + 1)
-        return self.head(values[self._tensor(ends + number)])
+        memory = self._tensor(batch["memory"])
+        values = self.unroll_on(self._tensor(observed.values), final, memory, observed.lengths)
+        return self.head(values[self._tensor(np.cumsum(observed.lengths) + np.arange(len(final)))])

@@ -1,10 +1,13 @@
-"""Temporal-difference losses of action values, on single transitions.
+"""Temporal-difference losses of action values, on single transitions and on sequences of them.
 
 A row of a replay buffer is one transition: state s (``observations``), action a, what was rewarded until s'
 (``final_observations``), what the value of s' counts in the return (``discounts``: gamma to the number of steps, 0 where
 the episode ended) and what the row counts in the loss (``weights``).
 
-Shapes: N transitions, K actions, Z atoms.
+A row of several steps is a sequence: ``rewards`` are single ones, ``final_observations`` followed the last step, and
+``discounts`` is 0 if the episode ended with it. It begins with what the policy that acted remembered (``memory``).
+
+Shapes: N transitions, K actions, Z atoms, R sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +19,7 @@ from torch import Tensor
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import Loss, columns
 
-__all__ = ["TRANSITION", "bootstrapped", "c51_loss", "dqn_loss", "follow", "q_table_step"]
+__all__ = ["TRANSITION", "bootstrapped", "c51_loss", "dqn_loss", "follow", "q_table_step", "recurrent_dqn_loss"]
 
 TRANSITION = ("observations", "actions", "rewards", "discounts", "weights", "final_observations", "response_mask")
 """columns of a replayed transition"""
@@ -67,10 +70,60 @@ def dqn_loss(
         next_values = networks["target"](following)
         best = (networks["q"](following) if double else next_values).argmax(-1, keepdim=True)
         target = bootstrapped(columns, next_values.gather(-1, best).squeeze(-1))
-    chosen = values.gather(-1, columns["actions"][:, None]).squeeze(-1)
+    return _squared(values, target, columns["actions"], columns["weights"], huber_delta)
+
+
+@columns(reads=(*TRANSITION, "memory"), writes=("td_errors",), on="networks")
+def recurrent_dqn_loss(
+    networks: Mapping[str, Any],
+    columns: Mapping[str, Tensor],
+    *,
+    gamma: float,
+    n_steps: int = 1,
+    double: bool = True,
+    huber_delta: float | None = None,
+) -> Loss:
+    """``dqn_loss`` of networks with a memory, [N] steps of R sequences (R2D2, Kapturowski et al. 2019, without its burn-in
+    and its rescaling of values).
+
+    Both networks are unrolled over a sequence and what followed it, from the memory with which it was collected. A step's
+    rewards are added up over ``n_steps``, fewer where its sequence ends. ``networks``: "q" and "target", whose
+    ``unroll_on`` gives [N + R, K].
+    """
+    rows, after = columns["row_index"], columns["final_observations"]
+    lengths = torch.bincount(rows, minlength=len(after)).cpu().numpy()
+    given = (columns["observations"], after, columns["memory"], lengths)
+    values = networks["q"].unroll_on(*given)
+    rewards, discounts, ahead = _summed(columns, gamma, n_steps)
+    with torch.no_grad():
+        next_values = networks["target"].unroll_on(*given)
+        best = (values if double else next_values).argmax(-1, keepdim=True)
+        following = next_values.gather(-1, best).squeeze(-1)[ahead + rows]
+        target = rewards + torch.where(discounts > 0, discounts * following, 0.0)
+    here = values[torch.arange(len(rows), device=rows.device) + rows]  # a final state is behind those of each row before
+    return _squared(here, target, columns["actions"], columns["weights"][rows], huber_delta)
+
+
+def _summed(columns: Mapping[str, Tensor], gamma: float, n_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each step [N]: discounted rewards of up to ``n_steps`` of its row, what the value of the state behind them counts,
+    and which step that state is of; that of the next row's first step is what followed the row."""
+    rows, rewards, counts = columns["row_index"], columns["rewards"], columns["discounts"]
+    ends = torch.bincount(rows, minlength=len(counts)).cumsum(0)[rows]
+    sums, discounts = torch.zeros_like(rewards), torch.ones_like(rewards)
+    ahead = torch.arange(len(rows), device=rows.device)
+    for _ in range(n_steps):
+        goes_on = ahead < ends
+        sums = sums + torch.where(goes_on, discounts * rewards[ahead.clamp(max=len(rows) - 1)], 0.0)
+        discounts, ahead = torch.where(goes_on, discounts * gamma, discounts), ahead + goes_on.long()
+    return sums, torch.where((ahead < ends) | (counts[rows] > 0), discounts, 0.0), ahead
+
+
+def _squared(values: Tensor, target: Tensor, actions: Tensor, weights: Tensor, huber_delta: float | None) -> Loss:
+    """The loss of ``values`` [N, K] at ``actions``."""
+    chosen = values.gather(-1, actions[:, None]).squeeze(-1)
     errors = chosen - target
     fixed = errors.detach()
-    terms = columns["weights"] * _huber(errors, huber_delta)
+    terms = weights * _huber(errors, huber_delta)
     return Loss(terms, {"q": chosen.detach(), "td_error": fixed.abs()}, {"td_errors": fixed})
 
 

@@ -37,10 +37,10 @@ REPLAYED = (
     "truncated",
     "final_observations",
 )
-"""What a replay buffer reads of a batch."""
+"""What a replay buffer reads of a batch; of policies with a memory "memory", too."""
 
 SAMPLED = ("sample_id", "observations", "actions", "rewards", "response_mask", "discounts", "weights", "final_observations")
-"""What it gives."""
+"""What it gives; for networks with a memory "memory", too."""
 
 INDEXED = ("sample_id", "rewards", "response_mask", "terminated", "truncated")
 """What the index reads of it, in the driver."""
@@ -57,7 +57,9 @@ class ReplayConfig(Config):
     capacity: int = Field(100_000, ge=1)
     """transitions kept; the oldest are overwritten"""
     batch_size: int = Field(128, ge=1)
-    """transitions of one update"""
+    """transitions (or sequences) of one update"""
+    sequence: int = Field(1, ge=1)
+    """steps in a row that a network with a memory learns from together, from the memory that it had there (R2D2)"""
     warmup: int = Field(1_000, ge=1)
     """transitions collected before the first update; sac, td3 and ddpg draw their continuous actions evenly meanwhile"""
     n_steps: int = Field(1, ge=1)
@@ -76,6 +78,16 @@ class ReplayConfig(Config):
     """worker processes of the role replay that share the rows out, of as many as its pool has"""
     spill: str | None = None
     """a folder in whose disk space the rows lie, instead of in memory: for buffers that are larger than it"""
+
+    @property
+    def num_units(self) -> int:
+        """Transitions, or sequences, for which there is room."""
+        return max(1, self.capacity // self.sequence)
+
+    @property
+    def draw_steps(self) -> int:
+        """Transitions of one draw; of sequences, at most."""
+        return self.batch_size * self.sequence
 
 
 class ReplayRows(Protocol):
@@ -96,7 +108,8 @@ class Replay:
     alone.
 
     With a ``sequence`` of more than one step a row is up to so many steps of one piece, one behind the other, its
-    ``sample_id`` numbers such sequences, and ``discounts`` is of what followed the last step.
+    ``sample_id`` numbers such sequences, and ``discounts`` is of what followed the last step. Rewards are single ones;
+    whose loss it is adds up those of ``n_steps``. Policies with a memory give the ``memory`` with which its piece began.
 
     With ``n_steps``, a row's ``rewards`` are r_0 + gamma r_1 + ... of up to so many steps (Sutton 1988): fewer where the
     episode ended, or where no more has been collected yet. A piece that neither terminated nor was truncated goes on in the
@@ -122,11 +135,10 @@ class Replay:
         num_draws: int = 1,
         draws: int = 1,
         row_bytes: int = 0,
-        sequence: int = 1,
         begin: Callable[[], Iterable[Batch]] = tuple,
     ) -> None:
-        self.config, self.seed, self.gamma, self.rows, self.sequence = config, seed, gamma, rows, sequence
-        self.capacity, self.begin = max(1, config.capacity // sequence), begin
+        self.config, self.seed, self.gamma, self.rows, self.sequence = config, seed, gamma, rows, config.sequence
+        self.capacity, self.begin = config.num_units, begin
         self._all_draws, self.draws, self._row_bytes = num_draws, draws, row_bytes
         self.num_added = self.num_steps = self.num_draws = 0
         self._index = self._empty()
@@ -145,7 +157,7 @@ class Replay:
         }
         if self.sequence > 1:
             index["lengths"] = np.zeros(self.capacity, np.int64)
-        if self.config.n_steps > 1:
+        elif self.config.n_steps > 1:
             index["following"] = np.zeros(self.capacity, np.int64)
         return index
 
@@ -186,10 +198,9 @@ class Replay:
         rewards = batch.ragged("rewards").values[positions]
         of_last = units.last == mask.offsets[units.rows + 1] - 1
         new = {"terminated": batch["terminated"][units.rows] & of_last, "version": np.full(len(units), version)}
-        if self.config.n_steps > 1:
-            new["following"] = self._following(batch)
         if self.sequence == 1:
-            return new | {"rewards": rewards}
+            following = {"following": self._following(batch)} if self.config.n_steps > 1 else {}
+            return new | {"rewards": rewards} | following
         new |= {"rewards": np.zeros((len(units), self.sequence), np.float32), "lengths": units.lengths}
         new["rewards"][unit, within] = rewards
         return new
@@ -237,7 +248,7 @@ class Replay:
         ratio, inserted = self.config.samples_per_insert, self.num_steps - self.config.warmup
         if ratio is None:
             return self.draws
-        return min(self.draws, math.floor(ratio * inserted / self.config.batch_size) - self.num_draws)
+        return min(self.draws, math.floor(ratio * inserted / self.config.draw_steps) - self.num_draws)
 
     def _gathered(self, places: Array, numbers: Array, weights: Array) -> Batch:
         index = self._index
@@ -310,7 +321,7 @@ class Replay:
         self._metrics.clear()
         after_warmup = self.num_steps - self.config.warmup
         if after_warmup > 0:
-            measured["samples_per_insert"] = self.num_draws * self.config.batch_size / after_warmup
+            measured["samples_per_insert"] = self.num_draws * self.config.draw_steps / after_warmup
         measured |= {"size": held, "occupancy": held / self.capacity, "bytes": held * self._row_bytes}
         return {f"replay/{name}": value for name, value in measured.items()}
 
@@ -324,8 +335,11 @@ class Replay:
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """CheckpointError: the keys that say where rows lie are others than when it was saved."""
-        if (state["capacity"], state["sequence"]) != (self.capacity, self.sequence):
-            was, now = state["capacity"] * state["sequence"], self.capacity * self.sequence
+        if state["sequence"] != self.sequence:
+            was = state["sequence"]
+            raise CheckpointError(f"replay.sequence = {self.sequence}: the run was saved with {was}; set it back")
+        if state["capacity"] != self.capacity:
+            was, now = state["capacity"] * self.sequence, self.capacity * self.sequence
             raise CheckpointError(f"replay.capacity = {now}: the run was saved with {was}; set it back")
         self.num_added, self.num_steps, self.num_draws = (state[name] for name in ("num_added", "num_steps", "num_draws"))
         self._index = self._empty()

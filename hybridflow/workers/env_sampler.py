@@ -86,6 +86,8 @@ class EnvSampler:
     With ``exploration`` the policy is epsilon-greedy, with ``noise`` normal numbers of that deviation are added to its
     actions. Rollouts that begin within the first ``random_steps`` of all environments draw actions evenly within bounds.
     ``memory_size``: M, the numbers that the policy remembers of an episode; those of a slot go with its environment.
+    ``max_piece``: a piece is cut after so many steps, as by the limit of a rollout, so that what it began with is known of
+    every sequence that is replayed; 0: it isn't.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class EnvSampler:
         random_steps: int = 0,
         with_states: bool = False,
         memory_size: int = 0,
+        max_piece: int = 0,
     ) -> None:
         self.context, self.config, self.seed, self.exploration = context, config, seed, exploration
-        self.noise, self.random_steps, self.memory_size = noise, random_steps, memory_size
+        self.noise, self.random_steps, self.memory_size, self.max_piece = noise, random_steps, memory_size, max_piece
         self.spaces = spaces_of(config)
         self.slots, self.with_states = make_slots(config, seed, self.spaces, with_states=with_states), with_states
         self._num_pieces: dict[int, Ints] = {}
@@ -151,7 +154,8 @@ class EnvSampler:
             if self.memory_size:
                 distribution, memory[where] = self._network.step(self._tensor(observations), memory[where])
             else:
-                distribution = self._exploring(observations, None if epsilon is None else epsilon[where, t])
+                distribution = self._network.distribution(self._tensor(observations))
+            distribution = self._exploring(distribution, None if epsilon is None else epsilon[where, t])
             actions = distribution.sample(drawn[where, t]).cpu().numpy()
             if any_at_random and (at_random := steps.at_random[where]).any():
                 actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
@@ -162,8 +166,11 @@ class EnvSampler:
             steps.rewards[t, where] = self.slots.rewards[where]
             for end in ended:
                 steps.ends[end.place, t] = _Ending(end.observation, end.terminated, end.truncated, end.state)
-                memory[end.place] = 0
+                memory[end.place], steps.since[end.place] = 0, t + 1
                 self._count(end.episode)
+            for place in live if self.max_piece else ():
+                if t + 1 - steps.since[place] >= self.max_piece:
+                    steps.cut(place, t, self.slots, memory[place])
         pieces = steps.pieces(self._number(slots), self.slots.observations, self.slots.states, self.source.version)
         given = steps.num_pieces.reshape(len(slots), self.slots.num_agents)
         kept = memory.cpu().numpy().reshape(len(slots), self.slots.num_agents, self.memory_size)
@@ -220,9 +227,8 @@ class EnvSampler:
     def _network(self) -> Any:
         return self.source.networks[self.source.main]
 
-    def _exploring(self, observations: Array, epsilon: Array | None) -> Any:
+    def _exploring(self, distribution: Any, epsilon: Array | None) -> Any:
         """What actions are drawn from."""
-        distribution = self._network.distribution(self._tensor(observations))
         if epsilon is not None:
             return distribution.explore(_like(epsilon, distribution.log_probabilities))
         return distribution.noisy(self.noise) if self.noise else distribution
@@ -310,7 +316,8 @@ class _Ending(NamedTuple):
 class _Steps:
     """What one rollout records: arrays [T, S, ...] of steps, and the ends of pieces by (place of the seat, step).
 
-    ``taken`` [T, S]: the steps that were taken. ``like``: states [S, ...] such as are to be recorded, None for none.
+    ``taken`` [T, S]: the steps that were taken. ``since``: the step with which the piece of each seat began.
+    ``like``: states [S, ...] such as are to be recorded, None for none.
     """
 
     def __init__(self, num_steps: Ints, spaces: tuple[Any, Any], like: Array | None) -> None:
@@ -324,6 +331,7 @@ class _Steps:
         self.taken = np.arange(self.width)[:, None] < num_steps
         self.at_random, self.begun = np.zeros(len(num_steps), bool), np.zeros((len(num_steps), 0), np.float32)
         self.ends: dict[tuple[int, int], _Ending] = {}
+        self._cuts, self.since = dict[tuple[int, int], Array](), [0] * len(num_steps)
         self._everyone = list(range(len(num_steps)))
         self._shortest, self._distributions = int(num_steps.min(initial=self.width)), list[Any]()
 
@@ -341,6 +349,12 @@ class _Steps:
         """What the slots at ``where`` saw and do in step ``t``."""
         self.observations[t, where], self.actions[t, where] = observations, actions
         self._distributions.append(distribution)
+
+    def cut(self, place: int, t: int, slots: Any, memory: torch.Tensor) -> None:
+        """End a piece after step ``t``; the next one begins with ``memory`` [M]."""
+        state = slots.states[place].copy() if self.with_states else None
+        self.ends[place, t] = _Ending(slots.observations[place].copy(), False, False, state)
+        self._cuts[place, t], self.since[place] = memory.cpu().numpy().copy(), t + 1
 
     def pieces(self, first_ids: Ints, following: Array, states: Array, version: int) -> Batch:
         """One row a piece, numbered from ``first_ids`` [S]; ``following``, ``states`` [S, ...]: what followed the last
@@ -362,6 +376,9 @@ class _Steps:
             final[number] = ending.observation
         memory = np.zeros((len(ends), self.begun.shape[1]), np.float32)
         memory[before[self.num_pieces > 0]] = self.begun[self.num_pieces > 0]
+        for number, end in enumerate(ends[:-1]):
+            if end in self._cuts and ends[number + 1][0] == end[0]:
+                memory[number + 1] = self._cuts[end]
         count = int(self.taken.sum())
         return Batch(
             {

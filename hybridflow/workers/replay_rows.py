@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from hybridflow.controller.protocols import ONE_TO_ALL, SHARES
 from hybridflow.core.batch import Array, Batch, Ragged
-from hybridflow.core.errors import CheckpointError, ResourceError
+from hybridflow.core.errors import CheckpointError, ContractError, ResourceError
 from hybridflow.core.files import Written, check_file, explain_full_disk
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.tensor_file import Kind, write_tensors
@@ -34,7 +34,7 @@ from hybridflow.workers.checkpoint import FULL, check_seen
 __all__ = ["ReplayWorker", "unit_bytes"]
 
 TIME = ("observations", "actions")
-"""what has an entry for each step of a unit; ``final_observations`` has one for each unit"""
+"""what has an entry for each step of a unit; ``final_observations`` and ``memory`` have one for each unit"""
 READ_BYTES = 1 << 26
 Ints = NDArray[np.int64]
 Types = Mapping[str, np.dtype[Any]]
@@ -45,9 +45,14 @@ def unit_bytes(types: Types, sequence: int) -> int:
     return sum(dtype.itemsize * (sequence if name in TIME else 1) for name, dtype in types.items())
 
 
+def _remembered(args: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("memory",) if "memory" in args["types"] else ()
+
+
 class ReplayWorker:
     """``capacity`` units of ``sequence`` steps, shared out over the ranks. ``types``: of an entry of ``observations``,
-    ``actions`` and ``final_observations``. ``spill``: the folder whose disk has room for the rows, None for memory.
+    ``actions``, ``final_observations`` and, of policies that have one, ``memory``.
+    ``spill``: the folder whose disk has room for the rows, None for memory.
 
     ResourceError: that disk is too small.
     """
@@ -69,7 +74,7 @@ class ReplayWorker:
 
     @remote(
         SHARES,
-        reads=("response_mask", "observations", "actions", "final_observations"),
+        reads=lambda args: ("response_mask", *TIME, "final_observations", *_remembered(args)),
         writes=("sample_id",),
         rows="new",
         kind="compute",
@@ -94,17 +99,23 @@ class ReplayWorker:
         _copy(finals, places[:followed], observations.values, last[:followed] + 1)
         at_end = last == observations.offsets[units.rows + 1] - 1  # another piece is what follows there
         finals[places[at_end]] = batch["final_observations"][units.rows[at_end]]
+        if "memory" in self.rows:
+            if (batch.ragged("response_mask").lengths > self.sequence).any():
+                raise ContractError(f"a piece has more than {self.sequence} steps, and a memory of its beginning alone")
+            self.rows["memory"][places] = batch["memory"][units.rows]
 
-    @remote(SHARES, writes=("sample_id", *TIME), rows="new", kind="compute")
+    @remote(SHARES, writes=lambda args: ("sample_id", *TIME, *_remembered(args)), rows="new", kind="compute")
     def steps(self, batch: Batch, places: Ints, lengths: Ints, /) -> Batch:
-        """``observations`` and ``actions`` of the units at those of these ``places`` of the ring [B] that this rank has;
-        ``sample_id``: which of them they are."""
+        """``observations``, ``actions`` and ``memory``, if there is one, of the units at those of these ``places`` of the
+        ring [B] that this rank has; ``sample_id``: which of them they are."""
         mine, local = self._mine(places)
+        memory = {"memory": self.rows["memory"].take(local, axis=0)} if "memory" in self.rows else {}
         lengths = lengths if len(mine) == len(places) else lengths[mine]
         if self.sequence > 1:
             before = np.repeat(np.cumsum(lengths) - lengths, lengths)
             local = np.repeat(local * self.sequence, lengths) + np.arange(len(before)) - before
-        return Batch({"sample_id": mine, **{name: Ragged(self.rows[name].take(local, axis=0), lengths) for name in TIME}})
+        steps = {name: Ragged(self.rows[name].take(local, axis=0), lengths) for name in TIME}
+        return Batch({"sample_id": mine, **steps, **memory})
 
     @remote(SHARES, writes=("sample_id", "final_observations"), rows="new", kind="compute")
     def finals(self, batch: Batch, places: Ints, /) -> Batch:

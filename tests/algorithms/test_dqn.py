@@ -86,8 +86,9 @@ def replay_of(runtime, config):
 def test_dqn_solves_a_chain_and_finds_its_values():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
-    algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor)
-    buffer = replay_of(runtime, ReplayConfig(capacity=2000, batch_size=64, warmup=100))
+    replay = ReplayConfig(capacity=2000, batch_size=64, warmup=100)
+    algorithm = DQN(DQNConfig(gamma=GAMMA, target_update_every=20, tau=1.0), actor, replay)
+    buffer = replay_of(runtime, replay)
     assert actor.sampler.evaluate(1)[0].episode_return == 0
     for _ in range(250):
         buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
@@ -162,9 +163,10 @@ def test_dqn_loss_refuses_pieces_of_several_steps():
 def test_the_target_network_follows_every_so_many_updates():
     runtime = LocalRuntime()
     actor = ActorOf(runtime)
-    algorithm = DQN(DQNConfig(target_update_every=3, tau=1.0), actor)
+    replay = ReplayConfig(batch_size=8, warmup=1)
+    algorithm = DQN(DQNConfig(target_update_every=3, tau=1.0), actor, replay)
     networks = runtime._workers["learner"].networks
-    buffer = replay_of(runtime, ReplayConfig(batch_size=8, warmup=1))
+    buffer = replay_of(runtime, replay)
     buffer.add(algorithm.rollout(rollout_source(CHAIN)), 0)
     equal = []
     for _ in range(7):

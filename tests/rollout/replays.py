@@ -37,10 +37,11 @@ class Rows:
         return partial(self.call, verb)
 
 
-def make_replay(config, seed, gamma, *, observation=PAIRS, action=NUMBER, shards=1, sequence=1, **others):
+def make_replay(config, seed, gamma, *, observation=PAIRS, action=NUMBER, memory=None, shards=1, **others):
     types = {"observations": observation, "actions": action, "final_observations": observation}
-    args = {"capacity": max(1, config.capacity // sequence), "types": types, "sequence": sequence, "spill": config.spill}
-    return Replay(config, seed, gamma, Rows(shards, **args), sequence=sequence, **others)
+    types |= {} if memory is None else {"memory": memory}
+    args = {"capacity": config.num_units, "types": types, "sequence": config.sequence, "spill": config.spill}
+    return Replay(config, seed, gamma, Rows(shards, **args), **others)
 
 
 def move(replay: Replay, other: Replay, folder: Path) -> Replay:

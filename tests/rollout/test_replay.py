@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replays import make_replay, move, values
 
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.core.errors import CheckpointError, ResourceError
+from hybridflow.core.errors import CheckpointError, ContractError, ResourceError
 from hybridflow.core.roles import WorkerContext
 from hybridflow.rollout.replay import ReplayConfig
 from hybridflow.rollout.replay_layout import BLOCK, Ring
@@ -84,8 +84,8 @@ CASES = st.tuples(
 def test_nothing_is_lost_or_mixed_by_any_number_of_shards(case):
     seed, groups, capacity, sequence, shards = case
     random, expected, start = np.random.default_rng(seed), [], 0
-    config = ReplayConfig(capacity=max(capacity, sequence), batch_size=40, warmup=1)
-    one, several = (make_replay(config, 3, GAMMA, sequence=sequence, shards=number) for number in (1, shards))
+    config = ReplayConfig(capacity=max(capacity, sequence), batch_size=40, warmup=1, sequence=sequence)
+    one, several = (make_replay(config, 3, GAMMA, shards=number) for number in (1, shards))
     for lengths in groups:
         batch = pieces(lengths, start, random)
         start += sum(lengths)
@@ -119,9 +119,9 @@ def test_every_place_of_a_ring_is_one_rank_s(capacity, ranks):
 @pytest.mark.parametrize(("before", "after", "sequence"), [(1, 3, 1), (3, 2, 1), (2, 1, 3), (4, 4, 1)])
 def test_resuming_with_another_number_of_shards_is_exact(before, after, sequence, tmp_path):
     random = np.random.default_rng(0)
-    keys = {"capacity": 120, "batch_size": 20, "warmup": 1, "priority": 0.7, "n_steps": 1 if sequence > 1 else 3}
-    replay = make_replay(ReplayConfig(**keys), 3, GAMMA, shards=before, sequence=sequence)
-    fresh = make_replay(ReplayConfig(**keys, spill=str(tmp_path)), 3, GAMMA, shards=after, sequence=sequence)
+    keys = {"capacity": 120, "batch_size": 20, "warmup": 1, "priority": 0.7, "n_steps": 3, "sequence": sequence}
+    replay = make_replay(ReplayConfig(**keys), 3, GAMMA, shards=before)
+    fresh = make_replay(ReplayConfig(**keys, spill=str(tmp_path)), 3, GAMMA, shards=after)
     replay.add(pieces([90, 10, 50], 0, random), 0)
     replay.sample(0)
     resumed = move(replay, fresh, tmp_path / "first")
@@ -143,6 +143,8 @@ def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
     replay.add(pieces([90], 0, np.random.default_rng(0)), 0)
     with pytest.raises(CheckpointError, match=r"replay\.capacity = 90: the run was saved with 100; set it back"):
         move(replay, make_replay(config.model_copy(update={"capacity": 90}), 3, GAMMA), tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"replay\.sequence = 2: the run was saved with 1; set it back"):
+        move(replay, make_replay(config.model_copy(update={"sequence": 2}), 3, GAMMA), tmp_path / "sequences")
     (tmp_path / "whole").mkdir()
     states = [worker.save(tmp_path / "whole" / "replay") for worker in replay.rows.workers]
     files = [file for worker in replay.rows.workers for file in worker.saved(True)[0]]
@@ -157,9 +159,45 @@ def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
         resumed.load(tmp_path / "whole" / "replay", states[0], files)
 
 
+def remembered(lengths, start, random):
+    """Pieces, each with a memory that tells which one it is."""
+    batch = pieces(lengths, start, random)
+    mask = Ragged(np.ones(int(sum(lengths)), bool), batch.lengths)
+    return batch.with_columns(response_mask=mask, memory=batch["sample_id"][:, None] * np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sequences_come_with_the_memory_that_they_began_with(shards, tmp_path):
+    config = ReplayConfig(capacity=200 * 4, batch_size=500, warmup=1, sequence=4)
+    memory, random = np.dtype((np.float32, (3,))), np.random.default_rng(0)
+    replay, fresh = (make_replay(config, 3, GAMMA, memory=memory, shards=number) for number in (shards, 2))
+    of_actions, start = {}, 0
+    for _ in range(3):
+        lengths = random.integers(1, 5, 90).tolist()
+        batch = remembered(lengths, start, random)
+        start += sum(lengths)
+        of_actions |= {int(batch["rewards"][row][0]): batch["memory"][row].tolist() for row in range(90)}
+        replay.add(batch, 0)
+    replay = move(replay, fresh, tmp_path / "moved")
+    drawn = replay.sample(0)
+    assert [memory.tolist() for memory in drawn["memory"]] == [of_actions[int(rewards[0])] for rewards in drawn["rewards"]]
+    assert len(np.unique(drawn["memory"][:, 0])) > 100
+    with pytest.raises(ContractError, match="a piece has more than 4 steps, and a memory of its beginning alone"):
+        replay.add(remembered([5], start, random), 0)
+
+
+def test_the_ratio_of_draws_counts_the_steps_of_sequences():
+    config = ReplayConfig(capacity=1000, batch_size=5, warmup=20, samples_per_insert=2.0, sequence=4)
+    replay = make_replay(config, 1, GAMMA, draws=100)
+    replay.add(remembered([4] * 35, 0, np.random.default_rng(0)), 0)
+    drawn = replay.sample(0)
+    assert len(drawn["rewards"].values) == 240 == 2.0 * (35 * 4 - 20)
+    assert replay.metrics()["replay/samples_per_insert"] == 2.0 and replay.sample(0) is None
+
+
 def test_sequences_have_priorities_of_largest_and_mean_errors():
-    config = ReplayConfig(capacity=12, batch_size=3000, warmup=1, priority=1.0)
-    replay = make_replay(config, 1, GAMMA, sequence=3, num_draws=5)
+    config = ReplayConfig(capacity=12, batch_size=3000, warmup=1, priority=1.0, sequence=3)
+    replay = make_replay(config, 1, GAMMA, num_draws=5)
     batch = pieces([3, 3, 2], 0, np.random.default_rng(1))
     replay.add(batch.with_columns(response_mask=Ragged(np.ones(8, bool), batch.lengths)), 0)
     first = replay.sample(0)

@@ -38,10 +38,10 @@ def policy_of(kind: str) -> torch.nn.Module:
     return made
 
 
-def sampler_of(kind: str, config: EnvironmentConfig, rank: int = 0, ranks: int = 1) -> EnvSampler:
+def sampler_of(kind: str, config: EnvironmentConfig, rank: int = 0, ranks: int = 1, max_piece: int = 0) -> EnvSampler:
     policy = policy_of(kind)
     context = WorkerContext(mesh=Mesh(dp=ranks), rank=rank)
-    sampler = EnvSampler(context, config=config, seed=5, memory_size=policy.memory_size)
+    sampler = EnvSampler(context, config=config, seed=5, memory_size=policy.memory_size, max_piece=max_piece)
     sampler.attach(SimpleNamespace(networks={"policy": policy}, main="policy", version=0))
     return sampler
 
@@ -92,6 +92,28 @@ def test_the_learner_finds_the_log_probs_of_acting(kind: str, budget: int) -> No
     advantages = batch.ragged("log_probs").like(np.ones(30, np.float32))
     one.update(batch.with_columns(advantages=advantages), ppo_clip.bind(clip=0.2))
     assert one.context.metrics.values()["mismatch_max"] < 1e-5
+
+
+@kinds
+def test_pieces_are_cut_where_a_sequence_is_full_and_begin_with_their_memory(kind: str) -> None:
+    """Episodes of 7 in rollouts of 20: pieces of 3, 3 and 1, the last one of the rollout is cut by its limit."""
+    whole, cut = sampler_of(kind, environment(20)), sampler_of(kind, environment(20), max_piece=3)
+    one, many = whole.rollout(rollout_source(whole.config)), cut.rollout(rollout_source(cut.config))
+    for name in ("observations", "actions", "rewards"):
+        np.testing.assert_array_equal(one.ragged(name).values, many.ragged(name).values)
+    assert many.lengths.tolist() == [3, 3, 1, 3, 3, 1, 3, 3] * 3
+    assert many["sample_id"].tolist() == [slot * 10**9 + piece for slot in range(3) for piece in range(8)]
+    ends = np.cumsum(many.lengths)
+    inside = np.isin(np.arange(24) % 8, [0, 1, 3, 4, 6])
+    np.testing.assert_array_equal(many["final_observations"][inside], many.ragged("observations").values[ends[inside]])
+    assert not (many["terminated"] | many["truncated"])[inside].any() and many["terminated"][[2, 5, 10]].all()
+    assert many["memory"].any(1).tolist() == [False, True, True, False, True, True, False, True] * 3
+    networks = Networks(lambda: {"policy": policy_of(kind)}, "policy", ("observations", "actions", "memory"))
+    one_more = Learner(
+        WorkerContext(), networks=networks, optimizer=OptimizerConfig(), plan=UpdatePlan(), total_steps=4, seed=1
+    )
+    found = one_more.compute_log_probs(many).ragged("learner_log_probs").values
+    np.testing.assert_allclose(found, many.ragged("log_probs").values, atol=1e-5)
 
 
 @kinds
