@@ -21,7 +21,7 @@ from hybridflow.build_networks import WEIGHTS, actor_networks, main_network
 from hybridflow.config import RunConfig, load_run
 from hybridflow.core.batch import Array
 from hybridflow.core.errors import DataError, ModelError
-from hybridflow.data.agents import SharedSlot, agents_of
+from hybridflow.data.agents import Agents, SharedSlot, agents_of
 from hybridflow.data.envs import EVALUATION, EnvironmentConfig, Slot, entry_types, spaces_of
 from hybridflow.models.exported import read_policy
 from hybridflow.telemetry.rundir import RunDirectory
@@ -98,6 +98,16 @@ class Policy:
         weights, version = read_policy(RunDirectory(run).model / WEIGHTS)
         network.load_state_dict(weights)  # once more: a training may have replaced the file
         return cls(network, environment, spaces, config, version)
+
+    @cached_property
+    def agents(self) -> Agents | None:
+        """Who acts, if there are several."""
+        return agents_of(self.environment) if self.environment.shared else None
+
+    def rows(self, observation: Any) -> Array:
+        """[B, ...] in the space's type: an observation as the only row, those of several agents as a row each."""
+        array = np.asarray(observation, self.spaces[0].dtype)
+        return array if self.environment.shared else array[None]
 
     @cached_property
     def acting(self) -> Acting:

@@ -100,6 +100,7 @@ TEXT = {
         cost={"functions": ["hybridflow.data.task_rewards:exact"]},
     ),
 }
+PRIORITISED = {"priority": 0.6, "importance": 1.0}
 ENVIRONMENTS = {
     "ppo-cartpole": CARTPOLE,
     "dqn-cartpole": with_keys(
@@ -129,7 +130,7 @@ ENVIRONMENTS = {
         dqn={"duelling": True, "atoms": 11, "v_min": 0.0, "v_max": 50.0},
         environment__steps_per_rollout=4,
         train={"steps": 2, "updates_per_step": 3},
-        replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, "priority": 0.6, "importance": 1.0},
+        replay={"capacity": 100, "batch_size": 8, "warmup": 20, "n_steps": 3, **PRIORITISED},
     ),
     "dqn-gru": with_keys(
         CARTPOLE,
@@ -140,7 +141,7 @@ ENVIRONMENTS = {
         actor__net={"kind": "gru", "hidden": [8, 8]},
         environment__steps_per_rollout=9,
         train={"steps": 2, "updates_per_step": 2},
-        replay={"capacity": 200, "batch_size": 4, "warmup": 20, "sequence": 4, "n_steps": 2, "priority": 0.6},
+        replay={"capacity": 200, "batch_size": 4, "warmup": 20, "sequence": 4, "n_steps": 2, **PRIORITISED},
     ),
     "normalised": with_keys(
         CARTPOLE,

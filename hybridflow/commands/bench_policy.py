@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hybridflow.commands.export import needs_onnx, one_agent, run_onnx, write_onnx
+from hybridflow.commands.export import needs_onnx, run_onnx, write_onnx
 from hybridflow.core.batch import Array
 from hybridflow.policy import Policy
 from hybridflow.telemetry.records import to_json
@@ -26,15 +26,16 @@ from hybridflow.telemetry.records import to_json
 __all__ = ["Latency", "bench_policy"]
 
 Act = Callable[[Array, Any], tuple[Array, Any]]
-"""(one observation, the memory or None) -> (its action, the memory afterwards)"""
+"""(one observation, of several agents one of each, the memory or None) -> (action or actions, the memory afterwards)"""
 WARM_UP = 200
 MOST_OBSERVATIONS = 1000
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds of wall time from one observation to its action, over ``steps`` of them one after another. Meanwhile the
-    process lost its core ``preempted`` times to others, which each of those steps had to wait for."""
+    """Milliseconds of wall time from one observation to its action (of several agents, from theirs to all actions), over
+    ``steps`` of them one after another. Meanwhile the process lost its core ``preempted`` times to others, which each of
+    those steps had to wait for."""
 
     engine: str
     steps: int
@@ -48,7 +49,7 @@ class Latency:
 def bench_policy(run: Path, budget_ms: float, steps: int, as_json: bool) -> int:
     """Measure what ``run`` has trained on one thread, in torch and (if it is installed) ONNX Runtime; the exit code: 1 if
     the 99.9th percentile of any of them is over the budget."""
-    policy = one_agent(run)
+    policy = Policy.load(run)
     observations = [moment.observation for moment in islice(policy.episode(0), MOST_OBSERVATIONS)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -79,11 +80,10 @@ def _onnx(policy: Policy) -> Act:
         file = Path(folder) / "policy.onnx"
         write_onnx(policy, file, {})
         run = run_onnx(file)
-    dtype, begun = policy.spaces[0].dtype, np.zeros((1, policy.memory_size), np.float32)
+    begun = np.zeros((1 if policy.agents is None else len(policy.agents.names), policy.memory_size), np.float32)
 
     def act(observation: Array, memory: Array | None) -> tuple[Array, Array]:
-        actions, after = run(np.asarray(observation, dtype)[None], begun if memory is None else memory)
-        return actions[0], after
+        return run(policy.rows(observation), begun if memory is None else memory)
 
     return act
 

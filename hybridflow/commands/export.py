@@ -2,6 +2,8 @@
 
 observations [B, ...] in the environment's type  ->  actions [B, ...] as environment.step takes them
 memory [B, M], of a policy that has one          ->  next_memory [B, M], which the next step is given
+
+Of several agents, who have one policy, a row is what one of them observes, and who it is where the policy is told that.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import importlib.util
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -30,7 +32,7 @@ from hybridflow.models.multi_discrete import MultiCategoricalPolicy
 from hybridflow.models.nets import QNet
 from hybridflow.policy import Acting, Policy
 
-__all__ = ["Check", "Step", "export", "needs_onnx", "one_agent", "run_onnx", "write_onnx"]
+__all__ = ["Check", "Step", "export", "needs_onnx", "run_onnx", "write_onnx"]
 
 Step = Callable[[Array, Array], tuple[Array, Array]]
 """(observations [B, ...], memory [B, M]) -> (actions [B, ...], the memory afterwards)"""
@@ -48,15 +50,18 @@ TOLERANCE = 1e-4
 @dataclass(frozen=True)
 class Check:
     """How the file's actions compare with torch's on ``num_random`` and ``num_real`` observations: ``ties`` discrete ones
-    differ where torch's two likeliest are equal within float error, continuous ones differ by ``difference`` at most."""
+    differ where torch's two likeliest are equal within float error, continuous ones differ by ``difference`` at most.
+    ``num_groups``: of agents, that many random ones of each."""
 
     num_random: int
     num_real: int
     ties: int
     difference: float
+    num_groups: int = 1
 
     def __str__(self) -> str:
-        found = f"{self.num_random} random and {self.num_real} real observations: the same actions as torch's"
+        each = f" for each of {self.num_groups} groups of agents" if self.num_groups > 1 else ""
+        found = f"{self.num_random} random{each} and {self.num_real} real observations: the same actions as torch's"
         if self.ties:
             found += f", but for {self.ties} ties, equal within float error"
         return f"{found}, difference at most {self.difference:.2g}" if self.difference else found
@@ -68,7 +73,7 @@ def export(run: Path, file: Path) -> None:
     needs_onnx("export")
     if file.suffix != ".onnx":
         raise UserError(f"{file}: expected a name that ends in .onnx")
-    policy = one_agent(run)
+    policy = Policy.load(run)
     with tempfile.TemporaryDirectory(dir=file.parent if file.parent.is_dir() else None, prefix=".onnx-") as folder:
         made = Path(folder) / file.name
         write_onnx(policy, made, _metadata(policy))
@@ -76,14 +81,6 @@ def export(run: Path, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(made.read_bytes())
     print(f"{file}: {file.stat().st_size} bytes, checked on {check}")
-
-
-def one_agent(run: Path) -> Policy:
-    """What a run has trained. ModelError: it is of several agents."""
-    policy = Policy.load(run)
-    if policy.environment.shared:
-        raise ModelError(f"{run}: a run of several agents in {policy.environment.id!r}; expected one of one agent")
-    return policy
 
 
 def needs_onnx(command: str) -> None:
@@ -154,6 +151,7 @@ def run_onnx(file: Path) -> Step:
 def _metadata(policy: Policy) -> dict[str, str]:
     """What the file tells of itself."""
     observed, done = policy.spaces
+    agents = {} if policy.agents is None else {"agents": ", ".join(policy.agents.names)}
     return {
         "environment": policy.environment.id,
         "algorithm": policy.config.algorithm,
@@ -161,17 +159,18 @@ def _metadata(policy: Policy) -> dict[str, str]:
         "action_space": str(done),
         "policy_version": str(policy.version),
         "hybridflow_version": version("hybridflow"),
+        **agents,
     }
 
 
 def _checked(policy: Policy, run: Step) -> Check:
     """On one episode, and on random observations, side by side and, for what is remembered, one after another."""
-    rng = np.random.default_rng(derive(policy.config.seed, "export"))
-    drawn = [_random_observations(policy, CHUNK, rng) for _ in range(NUM_OBSERVATIONS // CHUNK)]
-    dtype = policy.spaces[0].dtype
-    shown = [np.asarray(moment.observation, dtype)[None] for moment in islice(policy.episode(0), MOST_REAL)]
+    rng, groups = np.random.default_rng(derive(policy.config.seed, "export")), _groups(policy)
+    chunks = range(NUM_OBSERVATIONS // CHUNK)
+    drawn = [[_random_observations(policy, CHUNK, rng, group) for _ in chunks] for group in groups]
+    shown = [policy.rows(moment.observation) for moment in islice(policy.episode(0), MOST_REAL)]
     ties, difference = 0, 0.0
-    for sequence in (drawn, shown):
+    for sequence in (*drawn, shown):
         memory = np.zeros((len(sequence[0]), policy.memory_size), np.float32)
         for observations in sequence:
             (expected, after), (found, found_after) = policy.step(observations, memory), run(observations, memory)
@@ -181,7 +180,7 @@ def _checked(policy: Policy, run: Step) -> Check:
             else:
                 difference = max(difference, _difference(expected, found))
             memory = after
-    return Check(NUM_OBSERVATIONS, len(shown), ties, difference)
+    return Check(NUM_OBSERVATIONS, sum(map(len, shown)), ties, difference, len(groups))
 
 
 def _difference(expected: Array, found: Array) -> float:
@@ -218,7 +217,7 @@ def _preferences(network: Any, observations: Tensor, memory: Tensor) -> Array:
     """[B, K] of which torch takes the highest."""
     with torch.inference_mode():
         if isinstance(network, QNet):
-            values = network(observations)
+            values, _ = network.advance(observations, memory)
         else:
             values = network.step(observations, memory)[0].log_probabilities
     preferences: Array = values.double().numpy()
@@ -231,13 +230,31 @@ def _gap(network: Any, values: Array, chosen: Array, other: Array) -> Array:
     starts = np.cumsum([0, *sizes[:-1]])
     columns = (np.reshape(numbers, (len(values), -1)) + starts for numbers in (chosen, other))
     better, worse = (np.take_along_axis(values, column, 1) for column in columns)
-    gap: Array = ((better - worse) / np.maximum(1, np.abs(values).max(1, keepdims=True))).max(1)
+    sizes_of = np.abs(np.where(np.isfinite(values), values, 0))  # what is impossible has no size
+    gap: Array = ((better - worse) / np.maximum(1, sizes_of.max(1, keepdims=True))).max(1)
     return gap
 
 
-def _random_observations(policy: Policy, count: int, rng: np.random.Generator) -> Array:
+def _groups(policy: Policy) -> list[list[int]]:
+    """The agents of each, by number; one group of one where there are no others."""
+    return [[0]] if policy.agents is None else policy.agents.groups
+
+
+def _random_observations(policy: Policy, count: int, rng: np.random.Generator, group: Sequence[int] = (0,)) -> Array:
+    """[count, ...] of the agents of a ``group``, one after another."""
+    agents = policy.agents
+    if agents is None or not agents.numbered:
+        return _random(policy.spaces[0], count, rng)
+    rows = np.zeros((count, *policy.spaces[0].shape), policy.spaces[0].dtype)
+    own = _random(agents.observed[group[0]], count, rng)
+    rows[:, : own.shape[1]] = own
+    rows[np.arange(count), agents.width + np.resize(group, count)] = 1
+    return rows
+
+
+def _random(space: Any, count: int, rng: np.random.Generator) -> Array:
     """[count, ...] from the space; of several scales where it has no bounds, or such that no environment means them."""
-    space = copy.deepcopy(policy.spaces[0])
+    space = copy.deepcopy(space)
     space.seed(int(rng.integers(2**31)))
     drawn = np.array([space.sample() for _ in range(count)], space.dtype)
     if not np.issubdtype(space.dtype, np.floating):

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.models.nets import Categorical, CategoricalPolicy
@@ -51,17 +52,33 @@ class GroupedPolicy(nn.Module):
         who = observations[:, -self.num_agents :]
         for network, group, width in zip(self.networks, self._groups, self.widths, strict=True):
             rows = who[:, group].any(-1).nonzero()[:, 0]
-            shown = observations[rows]
-            parts = (shown[:, :width], shown[:, -self.num_agents :]) if self.agent_id else (shown[:, :width],)
-            yield network, rows, torch.cat(parts, -1)  # type: ignore[misc]
+            yield network, rows, self._shown(observations[rows], width)  # type: ignore[misc]
 
     def distribution(self, observations: Tensor) -> Categorical:
         """Of the action at each observation [B, W + A]."""
+        if torch.compiler.is_exporting():
+            return self._everywhere(observations)
         log_probabilities = torch.full((len(observations), self.num_actions), -math.inf, device=observations.device)
         for network, rows, shown in self._parts(observations):
             own = network.distribution(shown).log_probabilities
             log_probabilities[rows, : own.shape[1]] = own
         return Categorical(log_probabilities)
+
+    def _everywhere(self, observations: Tensor) -> Categorical:
+        """The same by every network on every row: what a graph for any rows can do."""
+        who = observations[:, -self.num_agents :]
+        log_probabilities = observations.new_full((observations.shape[0], self.num_actions), -math.inf)
+        for network, group, width in zip(self.networks, self._groups, self.widths, strict=True):
+            shown = self._shown(observations, width)
+            own: Tensor = network.distribution(shown).log_probabilities  # type: ignore[operator]
+            padded = F.pad(own, (0, self.num_actions - own.shape[1]), value=-math.inf)
+            log_probabilities = torch.where((who[:, group] > 0).any(-1, keepdim=True), padded, log_probabilities)
+        return Categorical(log_probabilities)
+
+    def _shown(self, observations: Tensor, width: int) -> Tensor:
+        """Of observations what a network sees."""
+        parts = (observations[:, :width], observations[:, -self.num_agents :])
+        return torch.cat(parts, -1) if self.agent_id else parts[0]
 
     def step(self, observations: Tensor, memory: Tensor) -> tuple[Categorical, Tensor]:
         """As that of other networks, without a memory."""

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import CARTPOLE, Outcome, with_keys
+from conftest import CARTPOLE, Outcome, with_keys, written
 from gymnasium import spaces
 
 from hybridflow.build_networks import actor_networks, main_network
@@ -40,6 +40,17 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gru": (WIDE, spaces.Discrete(3), {"actor__net": {"kind": "gru", "normalise": True}}),
     "lstm": (SEEN, STEER, {"actor__net__kind": "lstm"}),
     "attention": (WIDE, spaces.MultiDiscrete([2, 4]), {"actor__net": {"kind": "attention", "context": 4}}),
+    "recurrent-values": (
+        WIDE,
+        spaces.Discrete(4),
+        {
+            "algorithm": "dqn",
+            "dqn": {"duelling": True},
+            "actor__net__kind": "gru",
+            "replay": {"sequence": 2, "warmup": 8},
+            "environment__steps_per_rollout": 2,
+        },
+    ),
     "table": (NUMBERED, spaces.Discrete(4), {"algorithm": "q_learning"}),
 }
 
@@ -51,7 +62,7 @@ def policy(kind: str) -> Policy:
         keys = {"ppo": None, "train": {"steps": 2}, **keys}
     keys = {"run_dir": "unused", **keys}
     if keys.get("algorithm") in ("dqn", "q_learning"):
-        keys |= {"critic": None, "environment__steps_per_rollout": 1}
+        keys = {"critic": None, "environment__steps_per_rollout": 1, **keys}
     config = validate(with_keys(CARTPOLE, **keys), "test")
     network: Any = actor_networks((observed, done), config)[main_network(config)].eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
@@ -104,6 +115,65 @@ def test_a_run_s_policy_is_exported(cartpole_run: Path, hybridflow: Program, tmp
     for moment in loaded.episode(2):
         assert run(moment.observation[None], none)[0] == loaded.act(moment.observation)
     assert [path.name for path in tmp_path.rglob("*")] == ["made", "cartpole.onnx"]
+
+
+SPREAD = {"environment__id": "pettingzoo:mpe2.simple_spread_v3", "actor__net__normalise": True}
+REMEMBERED = {"actor__net__kind": "gru", "critic__net__kind": "gru"}
+SPEAKER = {"environment__id": "pettingzoo:mpe2.simple_speaker_listener_v4"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_groups", "width"),
+    [
+        pytest.param(SPREAD, 1, 18, marks=pytest.mark.slow),
+        pytest.param({**SPREAD, **REMEMBERED, "environment__agent_id": True}, 1, 21, marks=pytest.mark.slow),
+        (SPEAKER, 2, 13),
+        pytest.param({**SPEAKER, "environment__agent_id": True}, 2, 13, marks=pytest.mark.slow),
+    ],
+)
+def test_one_file_is_of_all_agents(
+    keys: dict[str, Any], num_groups: int, width: int, hybridflow: Program, tmp_path: Path, capsys: Any
+) -> None:
+    data = with_keys(CARTPOLE, **keys, train={"steps": 1}, environment__num_envs=2)
+    assert hybridflow("train", written(tmp_path, data)).code == 0
+    run, file = tmp_path / "run", tmp_path / "agents.onnx"
+    outcome = hybridflow("export", run, file)
+    each = f" for each of {num_groups} groups of agents" if num_groups > 1 else ""
+    assert outcome.code == 0 and f"checked on 10000 random{each} and" in outcome.out, outcome
+    policy, acts = Policy.load(run), run_onnx(file)
+    memory, chosen = np.zeros((len(policy.agents.names), policy.memory_size), np.float32), []
+    for moment in policy.episode(1):
+        assert moment.observation.shape == (len(memory), width)
+        (expected, after), (found, memory) = policy.step(moment.observation, memory), acts(moment.observation, memory)
+        assert np.array_equal(found, expected) and np.allclose(memory, after, atol=1e-5)
+        chosen.append(found)
+    assert len(chosen) == 26
+    told = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    assert told["agents"] == ", ".join(policy.agents.names)
+    measured = hybridflow("bench-policy", run, "--budget-ms", 10_000, "--steps", 1000, "--json")
+    assert measured.code == 0 and [one["engine"] for one in json.loads(measured.out)["latencies"]] == [
+        "torch",
+        "onnxruntime",
+    ]
+
+
+def test_random_observations_are_those_of_each_group(hybridflow: Program, tmp_path: Path) -> None:
+    data = with_keys(CARTPOLE, **SPEAKER, train={"steps": 1}, environment__num_envs=2)
+    assert hybridflow("train", written(tmp_path, data)).code == 0
+    policy = Policy.load(tmp_path / "run")
+    for agent, seen in ((0, 3), (1, 11)):
+        rows = module._random_observations(policy, 200, np.random.default_rng(0), [agent])
+        assert (rows[:, 11 + agent] == 1).all() and not rows[:, 12 - agent].any() and not rows[:, seen:11].any()
+        assert rows[:, :seen].any(0).all()
+        log_probs = policy.network.distribution(torch.from_numpy(rows)).log_probabilities
+        torch.testing.assert_close(policy.network._everywhere(torch.from_numpy(rows)).log_probabilities, log_probs)
+
+
+def test_an_impossible_action_is_no_tie() -> None:
+    values = np.array([[0.0, -0.00001, -np.inf]])
+    network, chosen = policy("categorical").network, np.array([0])
+    assert module._gap(network, values, chosen, np.array([1])) < module.TOLERANCE
+    assert module._gap(network, values, chosen, np.array([2])) > module.TOLERANCE
 
 
 def test_a_file_that_acts_differently_is_not_written(

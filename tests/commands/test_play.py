@@ -133,9 +133,6 @@ def test_several_agents_are_shown(runs: Callable[..., Path], hybridflow: Program
     assert len(found) == 2 and np.isclose(np.mean([float(value) for value in found]), record["score"], rtol=1e-5)
     with Image.open(file) as image:
         assert image.n_frames > 10
-    for command in ("export", run, tmp_path / "x.onnx"), ("bench-policy", run):
-        told = hybridflow(*command)
-        assert told.code == 2 and told.err.count("\n") == 1 and "a run of several agents in 'pettingzoo:mpe2" in told.err
 
 
 def test_text_is_shown_as_it_is(lake: Path, hybridflow: Program, monkeypatch: pytest.MonkeyPatch) -> None:

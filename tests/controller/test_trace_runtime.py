@@ -67,6 +67,15 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
         "replay": {"batch_size": 16, "warmup": 8},
         "train": {"updates_per_step": 2},
     },
+    "dqn gru": {
+        "ppo": None,
+        "critic": None,
+        "actor__net": {"kind": "gru", "hidden": [8]},
+        "environment__num_envs": 2,
+        "environment__steps_per_rollout": 8,
+        "replay": {"batch_size": 4, "warmup": 8, "sequence": 4},
+        "train": {"updates_per_step": 2},
+    },
     "reinforce": {"ppo": None, "critic": None},
     "a2c": {"ppo": None},
     "a3c": {"ppo": None, "critic": None, "environment__workers": 1, "train": {"steps": 1}},
@@ -110,7 +119,7 @@ def config(request: pytest.FixtureRequest, tiny_model: Path, pairs: Path) -> Run
 
 
 def test_every_algorithm_is_traced_on_everything_that_it_runs_on() -> None:
-    traced = {(name.split()[0], "data") for name in RUNS} | {(name, "environment") for name in ENVIRONMENTS}
+    traced = {(name.split()[0], "data") for name in RUNS} | {(name.split()[0], "environment") for name in ENVIRONMENTS}
     assert traced == {(name, world) for name, method in ALGORITHMS.items() for world in method.inputs}
 
 
