@@ -64,8 +64,8 @@ def traced(config: RunConfig, response_tokens: float | None = None) -> tuple[Tra
         draws = config.draws_per_update
         runtime.times = config.updates_per_step // draws
         memory, rows = config.actor.net.remembered, draws * config.replay.batch_size
-        seen, given, steps = batch.select((*REPLAYED, *memory)), (*SAMPLED, *memory), float(config.replay.sequence)
-        batch = runtime.resample("replay", "sample", seen, given, rows, steps)
+        seen, drawn, steps = batch.select((*REPLAYED, *memory)), (*SAMPLED, *memory), float(config.replay.sequence)
+        batch = runtime.resample("replay", "sample", seen, drawn, rows, steps)
     algorithm.learn(batch)
     place(runtime, config)
     return runtime, first
