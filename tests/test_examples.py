@@ -51,6 +51,17 @@ def test_agents_learn_to_speak_and_to_listen(hybridflow: Callable[..., Outcome],
     assert last_evaluation(tmp_path / "run")["eval/low"] > -50
 
 
+@pytest.mark.slow
+def test_the_long_run_begins(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    """SAC's million steps on HalfCheetah: none is learned from before the warm-up is over, all are after it."""
+    short = ("--train.steps", "4", "--replay.warmup", "100", "--evaluation.limit", "1", "--run_dir", tmp_path / "run")
+    assert hybridflow("train", EXAMPLES / "sac_halfcheetah.toml", *short).code == 0
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step.get("replay/samples_per_insert") for step in steps[1:]] == [None, None, 512, 384]
+    temperatures = [step["actor/temperature"] for step in steps[2:]]
+    assert 1 > temperatures[0] > temperatures[1] > temperatures[2] > 0.9
+
+
 @pytest.mark.parametrize(("name", "steps"), [("sac", 250), ("td3", 400), ("ddpg", 300)])
 @pytest.mark.timeout(300)
 @pytest.mark.slow
