@@ -57,6 +57,7 @@ from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.rollout.replay import ReplayConfig
 from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
+from hybridflow.telemetry.guards import GuardsConfig
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.workers.env_sampler import ExplorationConfig
 from hybridflow.workers.learner import UpdatePlan
@@ -135,6 +136,8 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guards: GuardsConfig = GuardsConfig()
+    """checks of every step, each by name: kl = "stop", or kl = { limit = 5, steps = 1, action = "stop" }"""
     runtime: RuntimeConfig = RuntimeConfig()
     placement: PlacementConfig = PlacementConfig()
 
@@ -287,7 +290,7 @@ class RunConfig(Config):
     def learner_args(self, model: TrainedConfig) -> dict[str, Any]:
         """Arguments of the learner of ``model``; its learning rate schedule spans the whole run."""
         train = self.train
-        plan = UpdatePlan(train.minibatches, train.epochs, self.token_budget_of(model))
+        plan = UpdatePlan(train.minibatches, train.epochs, self.token_budget_of(model), max_skips=self.guards.max_skips)
         if self.replays:
             plan = replace(plan, minibatches=self.draws_per_update, drawn=self.replay.batch_size)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,16 +14,17 @@ import numpy as np
 
 from hybridflow import checkpoint
 from hybridflow.core.batch import Batch
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, NonFiniteError
 from hybridflow.core.files import Written
 from hybridflow.core.metrics import Span
 from hybridflow.core.resident import MemoryMeter, resident_bytes
 from hybridflow.telemetry.console import RunConsole
+from hybridflow.telemetry.guards import Guards, stop
 from hybridflow.telemetry.timeline import Timeline, time_split
 from hybridflow.telemetry.tracker import Tracker
 from hybridflow.train import Step
 
-__all__ = ["Checkpointer", "Evaluation", "Evaluator", "Exporter", "Reporter", "describe"]
+__all__ = ["Checkpointer", "Evaluation", "Evaluator", "Exporter", "Reporter", "Watch", "describe"]
 
 # What workers measure -> the documented name; other metrics keep the name of their role and themselves.
 NAMES = {
@@ -99,6 +101,21 @@ def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]
     ]
 
 
+@dataclass
+class Watch:
+    """Looks at every step with the guards. GuardError if one of them stops the run."""
+
+    guards: Guards
+    console: RunConsole
+
+    def __call__(self, step: Step) -> None:
+        found = self.guards.look(step.number, {NAMES.get(name, name): value for name, value in step.metrics.items()})
+        for finding in found:
+            if not finding.stops:
+                self.console.note(finding.text, style="yellow")
+        stop(found)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """A score on held-out prompts or fresh episodes, with its 95 % confidence interval, and what else was measured."""
@@ -142,15 +159,17 @@ class Evaluator:
 
 @dataclass
 class Exporter:
-    """Writes the policy to ``folder`` every ``every`` steps, for whoever acts with it while it is trained."""
+    """Writes the policy to ``folder`` every ``every`` steps, for whoever acts with it while it is trained, but not after a
+    step that the guards find ``doubtful``."""
 
     export: Callable[[Path], None]
     folder: Path
     every: int
     timeline: Timeline
+    doubtful: Callable[[], bool]
 
     def __call__(self, step: Step) -> None:
-        if step.number % self.every == 0:
+        if step.number % self.every == 0 and not self.doubtful():
             self.run(step.number)
 
     def run(self, step: int) -> None:
@@ -163,7 +182,8 @@ class Exporter:
 @dataclass
 class Checkpointer:
     """Saves every ``every`` steps (0: only when asked), while the next steps run. A context: what is being saved when a run
-    ends is finished, also when it ends by an error.
+    ends is finished, also when it ends by an error. Not saved is a step that the guards find ``doubtful``, and one after
+    which the next was not finite.
 
     ``begin``: the run's state, and roles begin to write to a folder; ``saved``: what they have written, None while they are
     at it. At most one checkpoint is under way. The newest ``keep`` remain, and the one with the largest metric
@@ -178,15 +198,18 @@ class Checkpointer:
     timeline: Timeline
     keep_best: str | None = None
     last: int = -1
+    doubtful: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
+        self._now = -1
         self._evaluation: dict[str, float] = {}
         self._writing: checkpoint.Writing | None = None
 
     def __call__(self, step: Step) -> None:
+        self._now = step.number
         self.finish(step.number, wait=False)
         self._evaluation = {name: value for name, value in step.metrics.items() if name.startswith("eval/")}
-        if self.every and step.number % self.every == 0:
+        if self.every and step.number % self.every == 0 and not self.doubtful():
             self.save(step.number)
 
     def save(self, step: int) -> None:
@@ -214,6 +237,14 @@ class Checkpointer:
             else:
                 writing.commit(files, self.keep, self.keep_best)
 
+    def _discard(self) -> None:
+        """Of the step before the one that isn't finite: that comes of its weights, more likely than of anything else."""
+        if self._writing is not None:
+            with suppress(HybridFlowError, OSError):
+                self.saved(True)
+            shutil.rmtree(self._writing.partial, ignore_errors=True)
+            self._writing = None
+
     @contextmanager
     def _timed(self, step: int, what: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -226,6 +257,8 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish(self.last)
+        elif issubclass(kind, NonFiniteError) and self._now == self.last:
+            self._discard()
         elif issubclass(kind, Exception):  # what can't be saved any more is not what ended the run
             with suppress(HybridFlowError, OSError):
                 self.finish(self.last)

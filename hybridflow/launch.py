@@ -15,11 +15,12 @@ from hybridflow import checkpoint
 from hybridflow.build import Run, build
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
-from hybridflow.core.errors import CheckpointError, ConfigError, RewardError
+from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
 from hybridflow.core.resident import MemoryMeter
-from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter
+from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter, Watch
 from hybridflow.stopping import Stopping
 from hybridflow.telemetry.console import RunConsole
+from hybridflow.telemetry.guards import Guards
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.result import write_result
 from hybridflow.telemetry.rundir import RunDirectory
@@ -100,12 +101,13 @@ def _train(
         RunConsole(steps, start=start, title=title) as console,
     ):
         evaluator = _evaluator(run, console, timeline)
-        given, folder = config.checkpoint, directory.checkpoints
+        given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, -1 if saved is None else start)
-        checkpointer = Checkpointer(run.save, run.runtime.saved, *saving)
-        trainer.hooks = [*([evaluator] if evaluator else []), Reporter(tracker, console, timeline, memory), checkpointer]
+        checkpointer = Checkpointer(run.save, run.runtime.saved, *saving, guards.doubtful)
+        watching = [Reporter(tracker, console, timeline, memory), Watch(guards, console), checkpointer]
+        trainer.hooks = [*([evaluator] if evaluator else []), *watching]
         if given.export_every:
-            exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline)
+            exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
             exporter.run(start)
             trainer.hooks = [*trainer.hooks, exporter]
         console.note(run.parts.describe())
@@ -116,7 +118,7 @@ def _train(
             _check_best(given.keep_best, metrics)
             tracker.log(0, metrics)
         stopping = Stopping(trainer, console, given.deadline_s, folder)
-        with checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
+        with _saying_where_to_go_on(folder), checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
             trainer.train(steps if until is None else min(until, steps))
             if given.every or trainer.step < steps:
                 checkpointer.save(trainer.step)
@@ -176,6 +178,22 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif old.get(key) != new.get(key):
             found.append(f"{prefix}{key} = {new.get(key)!r} (was {old.get(key)!r})")
     return found
+
+
+@contextlib.contextmanager
+def _saying_where_to_go_on(checkpoints: Path) -> Iterator[None]:
+    """What a guard stopped isn't saved: the run goes on from before."""
+    try:
+        yield
+    except (GuardError, NonFiniteError) as error:
+        raise type(error)(f"{error}; {_where_to_go_on(checkpoints)}") from error
+
+
+def _where_to_go_on(checkpoints: Path) -> str:
+    try:
+        return f"the step wasn't saved: go on with --resume {checkpoint.latest(checkpoints)}"
+    except CheckpointError:
+        return "nothing was saved to go on from; checkpoint.every saves every so many steps"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from test_runs import assert_equal, records, run, state
 
 from hybridflow import checkpoint, hooks
 from hybridflow.config import validate
-from hybridflow.core.errors import CheckpointError, ContractError, NonFiniteError
+from hybridflow.core.errors import CheckpointError, ContractError, NonFiniteError, WorkerError
 from hybridflow.core.files import Written, written
 from hybridflow.hooks import Checkpointer
 from hybridflow.launch import train
@@ -75,15 +75,28 @@ def test_a_checkpoint_appears_at_the_first_step_after_it_is_written(roles: Roles
 
 
 def test_what_is_under_way_is_finished_when_a_run_fails(roles: Roles) -> None:
-    with pytest.raises(NonFiniteError), roles.checkpointer:
+    with pytest.raises(WorkerError), roles.checkpointer:
         roles.run(2)
-        raise NonFiniteError("a loss")
+        raise WorkerError("a worker")
     assert roles.run(0) == ["step-00000002"]
     roles.error = CheckpointError("a disk")
+    with pytest.raises(WorkerError), roles.checkpointer:
+        roles.run(2)
+        raise WorkerError("a worker")
+    assert roles.run(0) == ["step-00000002"], "nor is anything left of what can't be saved"
+
+
+def test_what_the_step_before_one_that_is_not_finite_has_left_is_not_saved(roles: Roles) -> None:
     with pytest.raises(NonFiniteError), roles.checkpointer:
         roles.run(2)
         raise NonFiniteError("a loss")
-    assert roles.run(0) == ["step-00000002"], "nor is anything left of what can't be saved"
+    assert roles.run(0) == []
+    with pytest.raises(NonFiniteError), roles.checkpointer:
+        roles.run(2)
+        roles.done = False
+        roles.run(1)
+        raise NonFiniteError("a loss")
+    assert roles.run(0) == ["step-00000004"], "the fifth step was right, so the fourth was"
 
 
 def test_what_can_not_be_written_ends_the_run_and_leaves_nothing(roles: Roles) -> None:

@@ -10,6 +10,7 @@
     │   └── ResourceError    memory or disk ran out: what to lower
     ├── ContractError        a program broke the contract of the dataflow (a column missing, undeclared, of the wrong shape)
     ├── NonFiniteError       a loss, gradient or reward is NaN or infinite
+    ├── GuardError           a guard has stopped the run: what a step's metrics say is wrong with it
     ├── WorkerError          a worker process failed, died or was not heard of; exit code 1
     └── LateError            a policy server had no action in time; the next one may come in time
 
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "DataError",
+    "GuardError",
     "HybridFlowError",
     "LateError",
     "ModelError",
@@ -79,6 +81,10 @@ class ContractError(HybridFlowError):
 
 class NonFiniteError(HybridFlowError):
     """A loss, a gradient or a reward is NaN or infinite; the message names the function and the samples."""
+
+
+class GuardError(HybridFlowError):
+    """A guard has stopped the run; the message says what it saw, what that usually means and what to try."""
 
 
 class WorkerError(HybridFlowError):

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hybridflow.core.errors import CheckpointError
+from hybridflow.core.errors import CheckpointError, NonFiniteError
 from hybridflow.core.files import Written, explain_full_disk
 from hybridflow.core.tensor_file import kind_of, write_tensors
 from hybridflow.models.policy import network_pieces
@@ -107,10 +107,10 @@ class PieceWriter:
     def start(self, path: Path, pieces: Iterable[Kept]) -> None:
         """Copy the pieces to the host's memory, and write them from there. The folder is made in one that must be there.
 
-        Raises CheckpointError: it isn't.
+        Raises CheckpointError: it isn't; NonFiniteError: a tensor is NaN or infinite, and nothing is written.
         """
         self.done(wait=True)
-        copies = [(name, piece, x.to("cpu", copy=True).contiguous()) for name, piece, x in pieces]
+        copies = [(name, piece, _finite(name, x.to("cpu", copy=True).contiguous())) for name, piece, x in pieces]
         try:
             path.parent.mkdir(exist_ok=True)
         except FileNotFoundError:
@@ -127,6 +127,12 @@ class PieceWriter:
         if not (wait or self._writing.done()):
             return None
         return self._writing.result()
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise NonFiniteError(f"{name} is NaN or infinite, so no checkpoint is made of it; lower optimizer.lr")
+    return tensor
 
 
 def _write(path: Path, copies: list[Kept]) -> list[Written]:

@@ -131,7 +131,7 @@ class EnvSampler:
         """``num_steps`` steps of every ``slot``, one row a piece, ordered by slot, agent and time.
 
         ``sample_id`` is seat * 10^9 + the number of the seat's piece; agent k of A in slot s has seat s * A + k. A reward
-        that isn't finite is a NonFiniteError.
+        or an observation that isn't finite is a NonFiniteError.
         """
         order = np.argsort(batch["slot"], kind="stable")
         slots, num_steps = batch["slot"][order], batch["num_steps"][order]
@@ -176,7 +176,7 @@ class EnvSampler:
         kept = memory.cpu().numpy().reshape(len(slots), self.slots.num_agents, self.memory_size)
         for place, index in enumerate(slots.tolist()):
             self._num_pieces[index], self._memory[index] = self._num_pieces_of(index) + given[place], kept[place]
-        self._check_rewards(pieces)
+        self._check_finite(pieces)
         self.context.metrics.count("steps", int(num_steps.sum()))
         return pieces
 
@@ -236,12 +236,13 @@ class EnvSampler:
     def _tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._network.device)
 
-    def _check_rewards(self, pieces: Batch) -> None:
-        rewards = pieces.ragged("rewards")
-        bad = rewards.row_index[~np.isfinite(rewards.values)]
-        if len(bad):
-            samples = ", ".join(map(str, np.unique(pieces["sample_id"][bad])[:8]))
-            raise NonFiniteError(f"environment {self.config.id!r} gave a reward that is NaN or infinite, samples {samples}")
+    def _check_finite(self, pieces: Batch) -> None:
+        for name in ("rewards", "observations"):
+            column = pieces.ragged(name)
+            finite = np.isfinite(column.values).all(axis=tuple(range(1, column.values.ndim)))
+            if not finite.all():
+                samples = ", ".join(map(str, np.unique(pieces["sample_id"][column.row_index[~finite]])[:8]))
+                raise NonFiniteError(f"environment {self.config.id!r} gave {name} that aren't finite, samples {samples}")
 
     @control
     @torch.no_grad()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -35,7 +35,6 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.errors import UserError
 from hybridflow.core.files import Written, check_file
 from hybridflow.core.roles import Fn, MemoryPart, WorkerContext, control, remote
-from hybridflow.core.seeding import generator
 from hybridflow.models.decoder import Decoder
 from hybridflow.parallel.mesh import ALONE, Line
 from hybridflow.parallel.tensor import owned_pieces
@@ -44,7 +43,7 @@ from hybridflow.reshard.memory import Arena
 from hybridflow.workers.checkpoint import PieceReader, PieceWriter, check_seen, kept, restore
 from hybridflow.workers.forward import forward, score_rows
 from hybridflow.workers.fsdp import FsdpNetwork, FsdpOptimizer
-from hybridflow.workers.loss_steps import LossSteps
+from hybridflow.workers.loss_steps import LossSteps, UpdatePlan
 from hybridflow.workers.microbatch import plan_microbatches
 from hybridflow.workers.networks import Networks, all_tensors, as_array, tensors
 from hybridflow.workers.offload import Shelf, Shelved
@@ -55,29 +54,6 @@ from hybridflow.workers.units import Units, action_columns
 from hybridflow.workers.zero import ShardedOptimizer, ShardMode
 
 __all__ = ["Learner", "Trained", "UpdatePlan"]
-
-
-@dataclass(frozen=True)
-class UpdatePlan:
-    """How ``update`` splits a batch: ``epochs`` passes of ``minibatches`` optimizer steps, ``token_budget`` a forward.
-
-    ``drawn``: minibatches are so many rows each, one after another as a replay buffer drew them; None: they are dealt.
-    """
-
-    minibatches: int = 1
-    epochs: int = 1
-    token_budget: int = 4096
-    drawn: int | None = None
-
-    def cut(self, units: Units, seed: int, version: int, epoch: int) -> list[np.ndarray]:
-        """The units of every minibatch of an epoch."""
-        order = np.arange(len(units))
-        if self.drawn is not None:
-            rows = units.rows.values
-            return np.split(order, np.searchsorted(rows, range(self.drawn, int(rows.max(initial=0)) + 1, self.drawn)))
-        if self.minibatches > 1:
-            order = generator(seed, "minibatch", version, epoch).permutation(order)
-        return np.array_split(order, self.minibatches)
 
 
 class Trained(NamedTuple):
@@ -136,7 +112,7 @@ class Learner(Shelved):
         for name, network in self.networks.items():
             network.requires_grad_(False) if name not in self.optimizers else None
         mine = (self.networks, self.optimizers, self.main, self.lines, self.fsdp)
-        self.loss_steps = LossSteps(context, *mine, seed, plan.token_budget)
+        self.loss_steps = LossSteps(context, *mine, seed, plan)
         self._writer = PieceWriter()
         weights = Shelf(lambda: all_tensors(*self.networks.values()) if self.fsdp is None else self.fsdp.tensors())
         memory = None if self.hybrid is None else self.hybrid.memory

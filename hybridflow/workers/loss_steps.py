@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,14 +22,40 @@ from torch import Tensor, nn
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import ContractError, NonFiniteError, UserError
 from hybridflow.core.roles import Fn, Loss, WorkerContext
-from hybridflow.core.seeding import torch_generator
+from hybridflow.core.seeding import generator, torch_generator
 from hybridflow.ops.kl import LOG_RATIO_LIMIT
 from hybridflow.workers.fsdp import FsdpNetwork
 from hybridflow.workers.optimizer import Optimizer
 from hybridflow.workers.parts import Lines, run_microbatches
 from hybridflow.workers.units import Columns, Pulled, PulledSteps, Units, action_columns
 
-__all__ = ["LossSteps"]
+__all__ = ["LossSteps", "UpdatePlan"]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How ``update`` splits a batch: ``epochs`` passes of ``minibatches`` optimizer steps, ``token_budget`` a forward.
+
+    ``drawn``: minibatches are so many rows each, one after another as a replay buffer drew them; None: they are dealt.
+    ``max_skips``: so many optimizer steps in a row whose loss or gradient isn't finite are left out; one more, or any if it
+    is 0, is a NonFiniteError.
+    """
+
+    minibatches: int = 1
+    epochs: int = 1
+    token_budget: int = 4096
+    drawn: int | None = None
+    max_skips: int = 0
+
+    def cut(self, units: Units, seed: int, version: int, epoch: int) -> list[np.ndarray]:
+        """The units of every minibatch of an epoch."""
+        order = np.arange(len(units))
+        if self.drawn is not None:
+            rows = units.rows.values
+            return np.split(order, np.searchsorted(rows, range(self.drawn, int(rows.max(initial=0)) + 1, self.drawn)))
+        if self.minibatches > 1:
+            order = generator(seed, "minibatch", version, epoch).permutation(order)
+        return np.array_split(order, self.minibatches)
 
 
 class LossSteps:
@@ -47,11 +74,11 @@ class LossSteps:
         lines: Lines,
         fsdp: FsdpNetwork | None,
         seed: int,
-        token_budget: int,
+        plan: UpdatePlan,
     ) -> None:
         self.context, self.networks, self.optimizers, self.main = context, networks, optimizers, main
-        self.lines, self.fsdp, self.seed, self.token_budget = lines, fsdp, seed, token_budget
-        self.version, self.stepped = 0, False
+        self.lines, self.fsdp, self.seed, self.plan = lines, fsdp, seed, plan
+        self.version, self.stepped, self._skipped = 0, False, 0
         self._model: Any = networks[main]
         self._observed: defaultdict[str, list[Tensor]] = defaultdict(list)
 
@@ -69,7 +96,7 @@ class LossSteps:
         if len(whole) == 0:
             self.context.metrics.add("updates_skipped", 1)
             return []
-        micros = part.microbatches(self.token_budget)
+        micros = part.microbatches(self.plan.token_budget)
         kept = [micro.seen(self._model) for micro in micros] if len(losses) > 1 else None
         drift: list[Tensor] = []
         number = 1 + next(iter(self._trained_by(losses[0]).values())).steps
@@ -145,7 +172,10 @@ class LossSteps:
                 columns = columns | {"noise": self._noise(loss, whole, places, columns["actions"])}
             result: Loss = loss(outputs, columns)
             total = result.terms.sum() / normaliser
-            self._check_finite(float(total.detach()), f"loss {loss.name}", samples[units.rows.values])
+            found = float(total.detach())
+            if self.plan.max_skips and not math.isfinite(found):
+                return total * math.nan  # so that no rank's gradient is finite, and all of them skip the step
+            self._check_finite(found, f"loss {loss.name}", samples[units.rows.values])
             self._observe(loss, result)
             drift.extend([] if result.drift is None else [result.drift])
             for name in loss.writes:
@@ -215,8 +245,11 @@ class LossSteps:
             metrics.add("effective_samples", total**2 / squares, count)
 
     def step(self, what: str, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
-        """Apply the gradients of ``what``; NonFiniteError, with nothing applied, if one of their norms isn't finite."""
+        """Apply the gradients of ``what``; NonFiniteError, with nothing applied, if one of their norms isn't finite
+        and may not be skipped."""
         norms = {name: optimizer.clip() for name, optimizer in trained.items()}
+        if self._skips(norms.values()):
+            return
         for norm in norms.values():
             self._check_finite(norm, f"gradient norm of {what}", samples)
         for name, optimizer in trained.items():
@@ -227,10 +260,21 @@ class LossSteps:
             self.context.metrics.add(f"{prefix}learning_rate", rate)
             optimizer.step()
 
+    def _skips(self, norms: Iterable[float]) -> bool:
+        """Whether the step is left out. Norms are of all ranks' gradients, so all of them decide alike."""
+        if not self.plan.max_skips:
+            return False
+        finite = all(map(math.isfinite, norms))
+        self.context.metrics.add("steps_skipped", not finite)
+        self._skipped = 0 if finite else self._skipped + 1
+        return 0 < self._skipped <= self.plan.max_skips
+
     def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
         if not math.isfinite(value):
             shown = ", ".join(map(str, samples[:8]))
-            raise NonFiniteError(f"{what} is {value} in update {self.version}, samples {shown}; the step was not applied")
+            skipped = f", after {self.plan.max_skips} skipped ones" if self._skipped > 1 else ""
+            found = f"{what} is {value} in update {self.version}{skipped}, samples {shown}"
+            raise NonFiniteError(f"{found}; the step was not applied")
 
     @cached_property
     def _device(self) -> torch.device:

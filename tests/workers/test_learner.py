@@ -249,3 +249,22 @@ def test_an_export_reads_what_is_trained_and_gathers_nothing_to_generate() -> No
     assert saved == [one.model]
     with pytest.raises(AssertionError, match="generation slices"), one.reading():
         pass
+
+
+@pytest.mark.parametrize("max_skips", [1, 2])
+def test_steps_that_are_not_finite_are_skipped_so_many_times_in_a_row(max_skips: int) -> None:
+    one = learner(plan=UpdatePlan(max_skips=max_skips))
+    before = [p.detach().clone() for p in one.model.parameters()]
+    for _ in range(max_skips):
+        one.update(batch(2), broken.bind())
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+    assert one.optimizer.steps == 0 and one.version == max_skips
+    one.update(batch(), LOSSES[0])
+    assert one.optimizer.steps == 1
+    assert one.context.metrics.values()["steps_skipped"] == pytest.approx(max_skips / (max_skips + 1))
+    assert np.isfinite(list(one.context.metrics.values().values())).all()
+    for _ in range(max_skips):
+        one.update(batch(2), broken.bind())
+    skipped = rf"gradient norm of broken is nan in update {one.version}, after {max_skips} skipped ones, samples 0, 1"
+    with pytest.raises(NonFiniteError, match=skipped):
+        one.update(batch(2), broken.bind())

@@ -195,7 +195,21 @@ CASES = {
     "adamw": Case(partial(text_networks, TextPolicy), uneven, PPO, sgd=False),
     "bfloat16": Case(partial(text_networks, TextPolicy, torch.bfloat16), uneven, PPO, sgd=False),
 }
-ALL: dict[str, Callable[[WorkerContext], Outcome]] = {**CASES, "several networks": groups}
+
+
+def skipping(context: WorkerContext) -> Outcome:
+    """Updates of minibatches, every other one of which has a row whose advantages aren't finite."""
+    data, plan = uneven(), UpdatePlan(minibatches=2, epochs=4, token_budget=20, max_skips=2)
+    advantages = data.ragged("advantages")
+    spoiled = advantages.like(np.where(advantages.row_index == 0, np.float32(np.inf), advantages.values))
+    settings = {"optimizer": OptimizerConfig(lr=0.01), "plan": plan, "total_steps": 10, "seed": 1}
+    one = Learner(context, networks=text_networks(TextPolicy), **settings)
+    one.update(data.with_columns(advantages=spoiled), PPO)
+    parameters = {name: p.detach().clone() for name, p in one.model.named_parameters()}
+    return Outcome(context.metrics, [], parameters, {}, one.optimizer.steps)
+
+
+ALL: dict[str, Callable[[WorkerContext], Outcome]] = {**CASES, "several networks": groups, "skipped": skipping}
 exact = pytest.mark.parametrize("case", [*(name for name, case in CASES.items() if case.sgd), "several networks"])
 each = pytest.mark.parametrize("case", ALL)
 split = pytest.mark.parametrize("blocks", range(2, MOST + 1))
@@ -249,6 +263,14 @@ def test_metrics_are_those_of_one_process(results: list[Results], case: str, blo
     assert {"loss", "grad_norm", "learning_rate"} <= alone.keys()
     policy = case not in ("value", "normalised returns", "dqn", "draws", "dpo", "several networks")
     assert policy == (0 < alone.get("effective_samples", 0) < 1) == (alone.get("mismatch_max", 0) > 0)
+
+
+@split
+def test_all_ranks_skip_what_is_not_finite_on_one_of_them(results: list[Results], blocks: int) -> None:
+    (alone,), (first, *_) = on(results, "skipped", 1), on(results, "skipped", blocks)
+    assert alone.steps == first.steps == 4
+    together = merged(on(results, "skipped", blocks))
+    assert together["steps_skipped"] == 0.5 and np.isfinite(list(together.values())).all()
 
 
 @split
