@@ -104,8 +104,8 @@ def _train(
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, -1 if saved is None else start)
         checkpointer = Checkpointer(run.save, run.runtime.saved, *saving, guards.doubtful)
-        watching = [Reporter(tracker, console, timeline, memory), Watch(guards, console), checkpointer]
-        trainer.hooks = [*([evaluator] if evaluator else []), *watching]
+        watch = (Reporter(tracker, console, timeline, memory), Watch(guards, console))
+        trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
             exporter.run(start)

@@ -59,6 +59,12 @@ METRICS: dict[str, Metric] = {
     "loss/policy": Metric("policy loss", "", "loss of the policy, mean over its minibatches"),
     "loss/value": Metric("value loss", "", "loss of the value model, mean over its minibatches"),
     "grad_norm": Metric("gradient norm", "", "global L2 norm of the policy's gradient before clipping"),
+    "actor/mismatch": Metric(
+        "mismatch", "nats", "mean difference of log-probabilities between sampler and learner, of the first minibatch"
+    ),
+    "actor/steps_skipped": Metric(
+        "skipped steps", "fraction", 'share of optimizer steps left out as not finite, with guards.non_finite = "skip"'
+    ),
     "learning_rate": Metric("learning rate", "", "the policy's learning rate"),
     "ratio/mean": Metric("ratio", "", "mean probability ratio of the new to the sampling policy"),
     "clip_fraction": Metric("clip fraction", "fraction", "share of steps on which the ratio's clipping was active"),

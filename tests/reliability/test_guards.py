@@ -57,7 +57,8 @@ def test_a_policy_that_says_nothing(tmp_path: Path) -> None:
 
 def test_a_policy_that_does_not_end(tmp_path: Path) -> None:
     longer = with_keys(rewarded(tmp_path, "len(response)"), generation__max_new_tokens=32)
-    told = stopped(tmp_path, "truncated", longer, actor__optimizer__lr=0.01)
+    rule = {"steps": 3, "action": "stop"}
+    told = stopped(tmp_path, "truncated", longer, actor__optimizer__lr=0.01, guards={"truncated": rule})
     assert "of the responses, and " in told
 
 
@@ -139,3 +140,10 @@ def test_a_table_changes_what_it_names() -> None:
     guards = validate({**TEXT, "run_dir": "runs/x", "guards": {"kl": {"limit": 2}, "reward": "stop"}}, "test").guards
     assert guards.kl == GUARDS["kl"].rule.model_copy(update={"limit": 2.0})
     assert guards.reward == GUARDS["reward"].rule.model_copy(update={"action": "stop"})
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    for name, guard in GUARDS.items():
+        rule = f"{guard.rule.limit:g} | {guard.rule.steps} | {guard.rule.action}"
+        assert f"| `{name}` | {guard.fires} | {rule} | {guard.means} | {guard.fix} |" in page
