@@ -164,12 +164,8 @@ def load(path: Path, content: bool = False) -> Checkpoint:
     ``content``: also look into the files of roles, which are checked where they are read.
     """
     path = path.absolute()
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: can't be read ({error}); {_older(path)}") from None
-    files = [Written(name, file["sha256"], file["bytes"]) for name, file in manifest["files"].items()]
-    found = Checkpoint(path, manifest["step"], {}, {})
+    step, files = _manifest(path)
+    found = Checkpoint(path, step, {}, {})
     with found.explaining():
         for file in files:
             check_file(path, file, content or "/" not in file.name)
@@ -178,6 +174,17 @@ def load(path: Path, content: bool = False) -> Checkpoint:
     names = [Path(file.name).stem for file in files if file.name.endswith(".json")]
     found.state.update((name, read_state(path, name)) for name in names)
     return found
+
+
+def _manifest(path: Path) -> tuple[int, list[Written]]:
+    """The step, and every file as it was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = [Written(name, str(file["sha256"]), int(file["bytes"])) for name, file in manifest["files"].items()]
+        return int(manifest["step"]), files
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path / MANIFEST}: can't be read ({what}); {_older(path)}") from None
 
 
 def _all(folder: Path) -> list[Path]:

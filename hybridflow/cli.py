@@ -196,6 +196,8 @@ def _add_serving(command: Callable[..., argparse.ArgumentParser]) -> None:
     serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
     serve.add_argument("--timeout-s", type=float, default=10.0, help="a call that takes longer is killed; default: 10")
     serve.add_argument("--workers", type=int, help="processes; default: as many as there are processors, at most 4")
+    secret = "an environment variable that functions get although it is called like a secret; may be given several times"
+    serve.add_argument("--secret", action="append", default=[], metavar="NAME", help=secret)
 
     served = command("serve", _serve, "serve the policy of a run in an environment over HTTP, also while it is trained")
     served.add_argument("policy", type=Path, metavar="POLICY", help="run directory")
@@ -406,7 +408,8 @@ def _chat(options: Any) -> None:
 def _serve_rewards(options: Any) -> None:
     from hybridflow.commands.serve import serve_rewards
 
-    serve_rewards(options.functions, options.host, options.port, options.timeout_s, options.workers)
+    limits = (options.timeout_s, options.workers)
+    serve_rewards(options.functions, (options.host, options.port), limits, options.secret)
 
 
 def _serve(options: Any) -> None:

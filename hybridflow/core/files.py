@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from hybridflow.core.errors import CheckpointError, ResourceError
@@ -18,6 +18,7 @@ __all__ = [
     "explain_full_disk",
     "hidden",
     "hidden_name",
+    "inside",
     "replacing",
     "reveal",
     "sync",
@@ -42,10 +43,20 @@ def written(folder: Path, name: str) -> Written:
 
 def check_file(folder: Path, expected: Written, content: bool = True) -> None:
     """CheckpointError: the file is missing, or not as it was written: by its size, and by its ``content``."""
+    if not inside(expected.name):
+        raise CheckpointError(f"{folder}: its manifest names {expected.name!r}, which is outside; it is damaged")
     path = folder / expected.name
     fits = path.is_file() and path.stat().st_size == expected.num_bytes
     if not fits or (content and written(folder, expected.name) != expected):
         raise CheckpointError(f"{path}: missing or damaged (it differs from its manifest)")
+
+
+def inside(name: object) -> bool:
+    """Whether what was read from a file is the relative path of another one below the same folder."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridflow.core.errors import ContractError, ModelError, ResourceError
-from hybridflow.core.files import appearing, hidden_name
+from hybridflow.core.files import appearing, hidden_name, inside
 from hybridflow.core.tensor_file import Kind, kind_of, write_tensors
 from hybridflow.models.decoder import Decoder, Part, part_shards
 from hybridflow.models.layout import decoder_pieces, decoder_shards
@@ -393,6 +393,11 @@ def _weight_files(folder: Path) -> list[Path]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict):
         raise ModelError(f"{index}: no weight_map in it; copy the file again")
+    for name in shards.values():
+        if not inside(name):
+            raise ModelError(
+                f"{index}: its weight_map names {name!r}, expected files of this folder; copy the folder again"
+            )
     return [folder / shard for shard in sorted(set(shards.values()))]
 
 

@@ -1,8 +1,8 @@
 """The process that runs reward functions: it loads them, calls them and reports every result as it comes.
 
 Standard library only, so that it starts in a fraction of a second. The parent writes pickles to its standard input: first
-the specs of the functions, then chunks of calls. The child answers with lines of JSON: what the functions' signatures ask
-for, then one line a call. See ``rollout.reward_workers`` for the parent's side.
+the specs of the functions and how much memory they may take, then chunks of calls. The child answers with lines of JSON: what
+the functions' signatures ask for, then one line a call. See ``rollout.reward_workers`` for the parent's side.
 
 A spec can set parameters: in ``package.module:words_over?limit=50`` the function is called with ``limit=50`` on every row.
 Several are joined by ``&``; ``%26`` is a ``&`` and ``%25`` a ``%`` within a value. Values are read as what the parameter is
@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import pickle
+import resource
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ __all__ = ["LoadError", "Signature", "checked", "load", "main", "needs", "short"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MAX_FILE_BYTES = 2**30
 _MAX_SCORE = 3.4e38  # scores are stored as float32
 _NUMBER = (int, float)  # bool is an int
 
@@ -55,13 +57,16 @@ def main() -> None:
     """Answer the parent until it closes the pipe."""
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     calls, reports = _take_pipes()
-    specs = pickle.load(calls)
+    specs, max_bytes = pickle.load(calls)
+    _limit(resource.RLIMIT_DATA, max_bytes)
+    _limit(resource.RLIMIT_CORE, 0)
     try:
         functions, signatures = zip(*map(load, specs), strict=True)
     except LoadError as error:
         _report(reports, {"error": str(error)})
         return
     _report(reports, {"signatures": signatures})
+    _limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)  # not before: what a function needs may be a model that it fetches
     while True:
         try:
             chunk = pickle.load(calls)
@@ -247,6 +252,13 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     except Exception as error:
         raise LoadError(f"reward {spec!r}: running {path} failed: {type(error).__name__}: {error}") from None
     return module
+
+
+def _limit(kind: int, most: int) -> None:
+    """Let this process, and what it starts, have so much and no more."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 def _take_pipes() -> tuple[Any, int]:

@@ -15,6 +15,8 @@ from hybridflow.rollout.rewards import RewardPool
 
 __all__ = ["RewardServer"]
 
+MAX_REQUEST_BYTES = 2**26
+
 
 class RewardServer(ThreadingHTTPServer):
     """Serves a pool's rewards until ``shutdown``; port 0 takes a free one. UserError if the address can't be had.
@@ -65,8 +67,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/score":
             return self._refuse(HTTPStatus.NOT_FOUND, "there are GET /health and POST /score")
         try:
-            rows = _rows(self.rfile.read(int(self.headers.get("Content-Length", "0"))))
-        except ValueError as error:
+            size = int(self.headers.get("Content-Length", "0"))
+            if not 0 <= size <= MAX_REQUEST_BYTES:
+                self.close_connection = True
+                return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request may have {MAX_REQUEST_BYTES} bytes")
+            rows = _rows(self.rfile.read(size))
+        except (ValueError, RecursionError) as error:
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         try:
             self._answer(HTTPStatus.OK, {"results": self.server.score(rows)})

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import selectors
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from hybridflow.core.errors import RewardError
 from hybridflow.rollout.reward_outcomes import Failures, Outcome, outcome
@@ -23,22 +26,42 @@ from hybridflow.rollout.reward_process import Signature
 __all__ = ["RewardWorkers"]
 
 _LOAD_TIMEOUT_S = 300.0  # a function's module may import a model
+_SECRET = re.compile(
+    r"(^|_)(TOKENS?|KEYS?|APIKEY|SECRETS?|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|COOKIE)(_|$)"
+    r"|_PWD$|_DSN$|DATABASE_URL$|^(AWS|AZURE|GOOGLE|GCP)_",
+    re.IGNORECASE,
+)
 _CHUNK = 32  # calls on their way to one process: enough to hide the round trip, few enough to share the work evenly
 
 
 class RewardWorkers:
     """Runs reward functions in ``workers`` processes. RewardError if one can't be found or loaded.
 
+    The processes don't inherit environment variables that are called like secrets, but for those in ``given``. All of them
+    together get the machine's memory, in equal shares, and a file that they write has a limit (``MAX_FILE_BYTES``).
+
     Functions are loaded in the processes: their imports and global state live there, and what they print goes to standard
     error. Calls are dealt to whichever process is free, so a function must not depend on the calls before.
     """
 
-    def __init__(self, functions: Sequence[str], timeout_s: float, workers: int | None, retries: int) -> None:
+    def __init__(
+        self,
+        functions: Sequence[str],
+        timeout_s: float,
+        workers: int | None = None,
+        retries: int = 0,
+        given: Collection[str] = (),
+    ) -> None:
         self.functions = tuple(functions)
         self.timeout_s, self.retries = timeout_s, retries
-        self._folder = Path.cwd()
+        number = workers or min(4, os.cpu_count() or 1)
+        self._surroundings = _Surroundings(
+            Path.cwd(),
+            {name: value for name, value in os.environ.items() if name in given or not _SECRET.search(name)},
+            psutil.virtual_memory().total // number,
+        )
         self._selector = selectors.DefaultSelector()
-        self._processes = [self._start() for _ in range(workers or min(4, os.cpu_count() or 1))]
+        self._processes = [self._start() for _ in range(number)]
         try:
             *_, self._signatures = [process.load() for process in self._processes]
         except BaseException:
@@ -66,7 +89,7 @@ class RewardWorkers:
         self._selector.close()
 
     def _start(self) -> _Process:
-        process = _Process(self.functions, self._folder, self.timeout_s)
+        process = _Process(self.functions, self._surroundings, self.timeout_s)
         self._selector.register(process.reports, selectors.EVENT_READ, process)
         return process
 
@@ -146,28 +169,37 @@ class _Work:
             self._failures.add(row, made.failure)
 
 
+class _Surroundings(NamedTuple):
+    """What processes are started with: a working directory, environment variables, and how much memory they may take."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    max_bytes: int
+
+
 class _Process:
     """The parent's side of one process of ``rollout.reward_process``."""
 
-    def __init__(self, functions: Sequence[str], folder: Path, timeout_s: float) -> None:
+    def __init__(self, functions: Sequence[str], surroundings: _Surroundings, timeout_s: float) -> None:
         self.running: deque[int] = deque()  # calls sent and not reported yet, in order: the process is at the first
         self.signatures: list[Signature] | None = None
         self.ended, self.error = False, ""
         self.deadline = time.monotonic() + _LOAD_TIMEOUT_S
         self._timeout_s, self._rest = timeout_s, b""
-        path = [*([] if "" in sys.path else [str(folder)]), *sys.path]
+        path = [*([] if "" in sys.path else [str(surroundings.folder)]), *sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from hybridflow.rollout.reward_process import main; main()"
         # A session of its own: Ctrl-C is the parent's to handle, and what a function starts can be killed with it.
         self._popen = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=folder,
+            cwd=surroundings.folder,
+            env=surroundings.environment,
             start_new_session=True,
         )
         assert self._popen.stdin is not None and self._popen.stdout is not None
         self._calls, self.reports = self._popen.stdin, self._popen.stdout
-        self._write(list(functions))
+        self._write((list(functions), surroundings.max_bytes))
 
     def load(self) -> list[Signature]:
         """Wait until the functions are loaded. RewardError if they can't be."""

@@ -96,6 +96,8 @@ class RewardConfig(ScorerConfig):
     """a call that takes longer is killed and counts as failed, and so does a request to a service"""
     workers: int | None = Field(None, ge=1)
     """processes that call the functions; as many as there are processors, at most 4, if not given"""
+    secrets: tuple[str, ...] = ()
+    """environment variables that functions get although they are called like secrets, such as OPENAI_API_KEY"""
     retries: int = Field(0, ge=0)
     """how often a failed call is tried again, and a request to a service that gave no answer"""
     on_failure: Literal["raise", "drop_group"] = "drop_group"
@@ -105,10 +107,18 @@ class RewardConfig(ScorerConfig):
 
 
 class RewardPool:
-    """Scores rows with reward functions, in ``workers`` processes, and with services. RewardError if one isn't there."""
+    """Scores rows with reward functions, in ``workers`` processes, and with services. RewardError if one isn't there.
+
+    ``secrets``: environment variables that functions get although they are called like secrets.
+    """
 
     def __init__(
-        self, specs: Sequence[RewardSpec], timeout_s: float = 10.0, workers: int | None = None, retries: int = 0
+        self,
+        specs: Sequence[RewardSpec],
+        timeout_s: float = 10.0,
+        workers: int | None = None,
+        retries: int = 0,
+        secrets: Collection[str] = (),
     ) -> None:
         if not specs:
             raise RewardError("no reward function is given; set reward.functions")
@@ -117,7 +127,7 @@ class RewardPool:
         self._names = _names(functions)
         self._services = {url: RewardService(url, timeout_s, retries) for url in functions if is_url(url)}
         local = [function for function in functions if not is_url(function)]
-        self._workers = RewardWorkers(local, timeout_s, workers, retries) if local else None
+        self._workers = RewardWorkers(local, timeout_s, workers, retries, secrets) if local else None
 
     def __enter__(self) -> Self:
         return self

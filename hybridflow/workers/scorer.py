@@ -30,7 +30,7 @@ class RewardScorer:
 
     def __init__(self, context: WorkerContext, *, specs: tuple[RewardSpec, ...], config: RewardConfig) -> None:
         self.context, self.config = context, config
-        self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries)
+        self.pool = RewardPool(specs, config.timeout_s, config.workers, config.retries, config.secrets)
 
     @remote(
         ONE_TO_ALL,
