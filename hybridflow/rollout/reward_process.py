@@ -1,8 +1,8 @@
 """The process that runs reward functions: it loads them, calls them and reports every result as it comes.
 
 Standard library only, so that it starts in a fraction of a second. The parent writes pickles to its standard input: first
-the specs of the functions and how much memory they may take, then chunks of calls. The child answers with lines of JSON: what
-the functions' signatures ask for, then one line a call. See ``rollout.reward_workers`` for the parent's side.
+the specs of the functions and how much memory they may take, then chunks of calls. The child answers with lines of JSON:
+what the functions' signatures ask for, then one line a call. See ``rollout.reward_workers`` for the parent's side.
 
 A spec can set parameters: in ``package.module:words_over?limit=50`` the function is called with ``limit=50`` on every row.
 Several are joined by ``&``; ``%26`` is a ``&`` and ``%25`` a ``%`` within a value. Values are read as what the parameter is

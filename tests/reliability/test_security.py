@@ -125,7 +125,6 @@ import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 assert is_token_auth_enabled(), "no token is asked for"
 address = ray.get_runtime_context().gcs_address
-assert address.startswith("127.0.0.1:"), address
 other = "import ray; ray.init(address=%r, logging_level='ERROR'); print('in')" % address
 environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong"}
 done = subprocess.run([sys.executable, "-c", other], env=environment, capture_output=True, text=True, timeout=100)
