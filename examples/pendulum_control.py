@@ -1,7 +1,7 @@
 """A control loop at a fixed rate, whose actions come from a policy server.
 
     hybridflow train examples/sac_pendulum.toml --checkpoint.export_every 20 &
-    hybridflow serve runs/sac_pendulum --follow &
+    hybridflow serve runs/sac --follow &
     python examples/pendulum_control.py http://127.0.0.1:8001
 
 The environment stands for a machine that waits for nobody: it moves on with every tick, and holds the last action where no

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,10 +60,10 @@ def commands(path: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def shortened(words: list[str]) -> list[str]:
+def shortened(words: list[str], short: Mapping[str, list[str]] = SHORT) -> list[str]:
     """The same command with a few steps, so that all of them take seconds."""
     words = [word for i, word in enumerate(words) if word != "--train.steps" and words[i - 1] != "--train.steps"]
-    more = next((list(SHORT[name]) for name in (Path(word).name for word in words) if name in SHORT), [])
+    more = next((list(short[name]) for name in (Path(word).name for word in words) if name in short), [])
     if "--resume" in words:
         more[1] = str(int(more[1]) + 2)
     return words + more
