@@ -36,7 +36,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path}: no such file"]) from None
     except IsADirectoryError:
         raise ConfigError([f"{path}: is a folder, expected a TOML file"]) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 or a number of 5000 digits
         raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
 
 

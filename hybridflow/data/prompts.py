@@ -331,8 +331,12 @@ def _read_jsonl(path: Path) -> Rows:
                 continue
             try:
                 row = json.loads(line)
+                if "\\u" in line:
+                    json.dumps(row, ensure_ascii=False).encode()
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
+            except (ValueError, RecursionError) as error:  # half a surrogate pair, a number of 5000 digits
+                raise DataError(f"{path}:{number}: can't be read: {error}") from None
             if not isinstance(row, dict):
                 raise DataError(f'{path}:{number}: is a {type(row).__name__}, expected an object, {{"prompt": "..."}}')
             yield f"{path}:{number}", row

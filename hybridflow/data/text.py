@@ -69,8 +69,10 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         templates = config.pop("chat_template", None)
         jinja_file = folder / "chat_template.jinja"
-        template = jinja_file.read_text(encoding="utf-8") if jinja_file.is_file() else _default_template(templates)
+        template = _read_text(jinja_file) if jinja_file.is_file() else _default_template(templates)
         others = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+        for name in _SPECIAL:
+            _special_text(config, name, folder)
         eos = _eos_token_ids(backend, config, others, folder)
         pads = [_token_id(backend, config, "pad_token", folder), *(data.get("pad_token_id") for data in others)]
         return Tokenizer(backend, config, eos, next((pad for pad in pads if pad is not None), eos[0]), template)
@@ -200,7 +202,8 @@ def last_user_text(prompt: Prompt) -> str:
 def _default_template(templates: Any) -> str | None:
     """tokenizer_config.json holds one template, or a list of named ones."""
     if isinstance(templates, list):
-        return next((str(entry["template"]) for entry in templates if entry["name"] == "default"), None)
+        named = [entry for entry in templates if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        return next((str(entry.get("template")) for entry in named), None)
     return None if templates is None else str(templates)
 
 
@@ -215,21 +218,41 @@ def _eos_token_ids(
         ids += found[0] if isinstance(found[0], list) else [found[0]]
     if not ids:
         raise ModelError(f'{folder}: no end token is known; add "eos_token": "..." to tokenizer_config.json')
+    if not all(isinstance(number, int) for number in ids):
+        raise ModelError(f"{folder}: its eos_token_id is {found[0]!r}, expected whole numbers; fetch the folder again")
     return tuple(dict.fromkeys(ids))
 
 
 def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str, folder: Path) -> int | None:
     if not config.get(name):
         return None
-    token = _content(config[name])
+    token = _special_text(config, name, folder)
     number = backend.token_to_id(token)
     if number is None:
         raise ModelError(f"{folder}: tokenizer_config.json says {name} = {token!r}, but tokenizer.json has no such token")
     return number
 
 
+def _special_text(config: Mapping[str, Any], name: str, folder: Path) -> str:
+    """The text of a special token, empty if there is none."""
+    given = config.get(name) or ""
+    text = given.get("content") if isinstance(given, Mapping) else given
+    if not isinstance(text, str) or text != text.encode(errors="ignore").decode():  # halves of surrogate pairs
+        raise ModelError(
+            f"{folder}: tokenizer_config.json says {name} = {given!r}, expected a text; fetch the folder again"
+        )
+    return text
+
+
 def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 text: {error}; the file is damaged, fetch it again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -238,7 +261,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}; the file is damaged, fetch it again") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: holds a {type(data).__name__}, expected an object")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridflow.core.errors import ModelError
 from hybridflow.models.spec import DecoderSpec, RopeScaling
-from hybridflow.models.weights import empty_decoder, hf_config, load_hf_state, save_decoder
+from hybridflow.models.weights import check_sizes, empty_decoder, hf_config, load_hf_state, save_decoder
 
 __all__ = ["Progress", "convert_gguf", "silent"]
 
@@ -54,10 +54,17 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> None:
     """
     reader, meta = _open(path)
     spec = _spec(meta, reader, path)
+    stored = {_hf_name(tensor.name, path): tensor.shape.tolist()[::-1] for tensor in reader.tensors}
+    check_sizes(spec, stored, path)
     decoder = empty_decoder(spec, torch.bfloat16)
     load_hf_state(decoder, _tensors(reader, spec, path, progress), path)
     with tempfile.TemporaryDirectory() as side:
-        _write_companions(Path(side), meta, spec, path)
+        try:
+            _write_companions(Path(side), meta, spec, path)
+        except ModelError:
+            raise
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ModelError(f"{path}: its tokenizer can't be read: {error}; download it again") from error
         save_decoder(decoder, folder, copy_from=Path(side))
 
 
@@ -67,6 +74,20 @@ class _Meta(dict[str, Any]):
     def __init__(self, path: Path, fields: dict[str, Any]) -> None:
         super().__init__(fields)
         self.path = path
+
+    def size(self, key: str) -> int:
+        """A whole number from 1 to 2^31."""
+        value = self[key]
+        if not isinstance(value, int) or not 0 < value <= 2**31:
+            raise ModelError(f"{self.path}: {key} is {value!r}, expected a size; download it again")
+        return value
+
+    def decimal(self, key: str) -> float:
+        """The number that was meant: metadata is float32, which turns 1e-5 into 9.999999747378752e-06."""
+        value = self[key]
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelError(f"{self.path}: {key} is {value!r}, expected a number above 0; download it again")
+        return float(str(np.float32(value)))
 
     def __missing__(self, key: str) -> Any:
         raise ModelError(f"{self.path}: no {key} in its metadata; the file is incomplete, convert or download it again")
@@ -78,7 +99,7 @@ def _open(path: Path) -> tuple[GGUFReader, _Meta]:
         return reader, _Meta(path, {key: field.contents() for key, field in reader.fields.items()})
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file; give the path of a .gguf file") from error
-    except (ValueError, IndexError) as error:  # what numpy says of a map that ends too early
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # the reader checks nothing
         raise ModelError(f"{path}: not a GGUF file, or a truncated one ({error}); download it again") from error
 
 
@@ -89,20 +110,21 @@ def _spec(meta: _Meta, reader: GGUFReader, path: Path) -> DecoderSpec:
     names = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in names:
         raise ModelError(f"{path}: no token_embd.weight in it; download it again")
-    heads = meta[f"{family}.attention.head_count"]
+    heads, head_size = meta.size(f"{family}.attention.head_count"), f"{family}.attention.key_length"
+    kv_heads, rope_base = f"{family}.attention.head_count_kv", f"{family}.rope.freq_base"
     return DecoderSpec(
         family=family,
-        vocab_size=int(names["token_embd.weight"].shape[1]),
-        hidden_size=meta[f"{family}.embedding_length"],
-        intermediate_size=meta[f"{family}.feed_forward_length"],
-        num_layers=meta[f"{family}.block_count"],
+        vocab_size=int(names["token_embd.weight"].shape[-1]),
+        hidden_size=meta.size(f"{family}.embedding_length"),
+        intermediate_size=meta.size(f"{family}.feed_forward_length"),
+        num_layers=meta.size(f"{family}.block_count"),
         num_heads=heads,
-        num_kv_heads=meta.get(f"{family}.attention.head_count_kv", heads),
-        head_dim=meta.get(f"{family}.attention.key_length", meta[f"{family}.embedding_length"] // heads),
-        max_positions=meta[f"{family}.context_length"],
-        rope_theta=_decimal(meta.get(f"{family}.rope.freq_base", 10_000.0)),
+        num_kv_heads=meta.size(kv_heads) if kv_heads in meta else heads,
+        head_dim=meta.size(head_size) if head_size in meta else meta.size(f"{family}.embedding_length") // heads,
+        max_positions=meta.size(f"{family}.context_length"),
+        rope_theta=meta.decimal(rope_base) if rope_base in meta else 10_000.0,
         rope_scaling=_scaling(meta, family, path),
-        norm_eps=_decimal(meta[f"{family}.attention.layer_norm_rms_epsilon"]),
+        norm_eps=meta.decimal(f"{family}.attention.layer_norm_rms_epsilon"),
         tied="output.weight" not in names,
         qkv_bias="blk.0.attn_q.bias" in names,
         output_bias="blk.0.attn_output.bias" in names,
@@ -110,16 +132,11 @@ def _spec(meta: _Meta, reader: GGUFReader, path: Path) -> DecoderSpec:
     )
 
 
-def _decimal(value: float) -> float:
-    """The number that was meant: metadata is float32, which turns 1e-5 into 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
 def _scaling(meta: _Meta, family: str, path: Path) -> RopeScaling | None:
     kind = meta.get(f"{family}.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ModelError(f"{path}: rope scaling {kind!r}; supported are none and linear")
-    return RopeScaling("linear", _decimal(meta[f"{family}.rope.scaling.factor"])) if kind == "linear" else None
+    return RopeScaling("linear", meta.decimal(f"{family}.rope.scaling.factor")) if kind == "linear" else None
 
 
 def _tensors(reader: GGUFReader, spec: DecoderSpec, path: Path, progress: Progress) -> Iterator[tuple[str, Tensor]]:
@@ -128,6 +145,8 @@ def _tensors(reader: GGUFReader, spec: DecoderSpec, path: Path, progress: Progre
         progress("convert", done, len(reader.tensors))
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
+        except ValueError as error:
+            raise ModelError(f"{path}: {tensor.name} is damaged ({error}); download it again") from error
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ModelError(
@@ -144,6 +163,8 @@ def _tensors(reader: GGUFReader, spec: DecoderSpec, path: Path, progress: Progre
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
     """Rows of q or k, from GGUF's rotary pairs (0, 1), (2, 3) ... to Hugging Face's (0, E/2), (1, E/2 + 1) ..."""
+    if len(weight) % (2 * heads):
+        return weight  # of another shape than the file says, which is told where it is put into the model
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 

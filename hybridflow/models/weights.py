@@ -14,14 +14,14 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from hybridflow.parallel.mesh import Line
 from hybridflow.parallel.shard import Piece, Shard
 
 __all__ = [
+    "check_sizes",
     "decoder_sizes",
     "disk_space",
     "empty_decoder",
@@ -98,6 +99,9 @@ _COMPANIONS = (
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 
+Size = Annotated[int, Field(gt=0, le=2**31)]
+
+
 class _Rope(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -106,7 +110,7 @@ class _Rope(BaseModel):
     factor: PositiveFloat = 1.0
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: PositiveFloat = 4.0
-    original_max_position_embeddings: PositiveInt = 8192
+    original_max_position_embeddings: Size = 8192
     partial_rotary_factor: Literal[1] | None = None
 
     def scaling(self) -> RopeScaling | None:
@@ -124,15 +128,15 @@ class _HfConfig(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     model_type: Family
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None
-    head_dim: PositiveInt | None = None
-    max_position_embeddings: PositiveInt
-    sliding_window: PositiveInt | None = None
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
+    sliding_window: Size | None = None
     use_sliding_window: bool = False
     rope: _Rope
     rope_theta: PositiveFloat = 10_000.0
@@ -182,12 +186,16 @@ def read_spec(folder: Path) -> DecoderSpec:
 
 def is_reward_model(folder: Path) -> bool:
     """Whether config.json says that the folder holds a sequence classifier, not a language model."""
-    return str((read_json(folder / "config.json").get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+    named = read_json(folder / "config.json").get("architectures")
+    return isinstance(named, list) and any(str(name).endswith("ForSequenceClassification") for name in named[:1])
 
 
 def parse_spec(config: Mapping[str, Any], where: Path | str) -> DecoderSpec:
     """The spec of a config.json's content; ModelError as of ``read_spec``."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{where}: its rope parameters are {given!r}, expected an object; copy the file again")
+    rope = dict(given)
     rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
     assumed = _ASSUMED.get(str(config.get("model_type")), {})
     try:
@@ -273,7 +281,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path}: missing; a Hugging Face model folder holds one, copy the whole folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON ({error}); copy the file again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds a {type(content).__name__}, expected an object; copy the file again")
@@ -355,8 +363,10 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, part: Part | 
     Files are memory-mapped and read tensor by tensor: the peak is the decoder itself, and one tensor if it is a part.
     Raises ModelError: see ``read_spec`` and ``load_hf_state``; weights missing or damaged.
     """
-    decoder = empty_decoder(read_spec(folder), dtype, part)
-    load_hf_state(decoder, _stored(_weight_files(folder)), folder)
+    spec, files = read_spec(folder), _weight_files(folder)
+    check_sizes(spec, dict(_shapes(files)), folder)
+    decoder = empty_decoder(spec, dtype, part)
+    load_hf_state(decoder, _stored(files), folder)
     return decoder
 
 
@@ -367,11 +377,13 @@ def load_reward(
 
     Raises ModelError as ``load_decoder`` does, and for a classifier with several labels.
     """
-    decoder = empty_decoder(replace(read_spec(folder), tied=True), dtype, part)
+    spec, files = replace(read_spec(folder), tied=True), _weight_files(folder)
+    check_sizes(spec, dict(_shapes(files)), folder)
+    decoder = empty_decoder(spec, dtype, part)
     heads: dict[str, Tensor] = {}
 
     def body() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _stored(_weight_files(folder)):
+        for name, tensor in _stored(files):
             if name == SCORE:
                 heads[name] = tensor
             else:
@@ -403,14 +415,42 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _stored(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
     for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, file.get_tensor(name)
-        except FileNotFoundError as error:
-            raise ModelError(f"{path}: missing, the index names it; copy the whole folder") from error
-        except SafetensorError as error:
-            raise ModelError(f"{path}: damaged or truncated ({error}); copy or download it again") from error
+        with _opened(path) as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a dict
+
+
+def _shapes(paths: list[Path]) -> Iterator[tuple[str, list[int]]]:
+    for path in paths:
+        with _opened(path) as file:
+            yield from ((name, file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - not a dict
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """ModelError: a file of weights is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: missing, the index names it; copy the whole folder") from error
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path}: damaged or truncated ({error}); copy or download it again") from error
+
+
+def check_sizes(spec: DecoderSpec, shapes: Mapping[str, Sequence[int]], where: Path | str) -> None:
+    """ModelError if stored tensors, by Hugging Face's names, have other sizes: before memory is taken for what a
+    configuration says. Only the first layer is looked at; ``load_hf_state`` checks all."""
+    layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
+    if spec.num_layers > len(layers):
+        found = f"the weights have {len(layers)} layers, config.json says {spec.num_layers}"
+        raise ModelError(f"{where}: {found}; copy both files from one model")
+    one = replace(spec, num_layers=1)
+    for name, (piece, *_) in _pieces(one, decoder_shards(one)).items():
+        if name not in shapes:
+            raise ModelError(f"{where}: 1 tensors are missing ({name}); copy the weights again")
+        if tuple(shapes[name]) != piece.shape:
+            sizes = f"is {list(shapes[name])}, config.json says {list(piece.shape)}"
+            raise ModelError(f"{where}: {name} {sizes}; copy both files from one model")
 
 
 # --------------------------------------------------------------------------------------------------------------- saving
