@@ -446,6 +446,8 @@ def check_sizes(spec: DecoderSpec, shapes: Mapping[str, Sequence[int]], where: P
         raise ModelError(f"{where}: {found}; copy both files from one model")
     one = replace(spec, num_layers=1)
     for name, (piece, *_) in _pieces(one, decoder_shards(one)).items():
+        if name == "lm_head.weight" and name not in shapes:
+            continue  # of the embedding's size; ``load_hf_state`` knows what is there instead
         if name not in shapes:
             raise ModelError(f"{where}: 1 tensors are missing ({name}); copy the weights again")
         if tuple(shapes[name]) != piece.shape:
