@@ -43,6 +43,21 @@ def test_cartpole(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str)
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+def test_dqn_remembers_velocities(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five seeds the worst reached 198 with a memory; without one it stays at 40."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    example = EXAMPLES / "dqn_memory.toml"
+    assert hybridflow("train", example, "--run_dir", tmp_path / "run").code == 0
+    single = ("--actor.net.kind", "mlp", "--replay.sequence", "1", "--replay.batch_size", "640", "--train.steps", "60")
+    assert hybridflow("train", example, "--run_dir", tmp_path / "single", *single).code == 0
+    remembering, single_steps = (last_evaluation(tmp_path / name)["eval/score"] for name in ("run", "single"))
+    assert remembering > 150 > 2 * single_steps
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_agents_learn_to_speak_and_to_listen(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
     """Agents at random get -78, and -63 who stand still (benchmarks/random_agents.py)."""
     other = ("--environment.id", "pettingzoo:mpe2.simple_speaker_listener_v4", "--train.steps", "30")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybridflow.core.batch import Array, Batch
 from hybridflow.core.config import Config
@@ -75,6 +75,14 @@ class EnvironmentConfig(Config):
     def shared(self) -> bool:
         """Whether it is an environment of several agents."""
         return self.id.startswith("pettingzoo:")
+
+    @field_validator("wrappers", mode="before")
+    @classmethod
+    def _tables(cls, wrappers: Any) -> Any:
+        for wrapper in wrappers if isinstance(wrappers, (list, tuple)) else ():
+            if not isinstance(wrapper, dict) or not isinstance(wrapper.get("name"), str):
+                raise ValueError(f'{wrapper!r} has no name, expected {{ name = "FrameStackObservation", stack_size = 4 }}')
+        return wrappers
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -135,8 +143,11 @@ def _wrapped(environment: Env[Any, Any], arguments: dict[str, Any]) -> Env[Any, 
             wrapped: Env[Any, Any] = wrapper(environment, **given)
     except gymnasium.error.DependencyNotInstalled as error:
         raise DataError(f"{where}: {error}") from error
-    except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"{where} doesn't fit here or doesn't take {given}: {error}") from error
+    except (TypeError, ValueError, AssertionError, OSError, gymnasium.error.Error) as error:
+        hint = (
+            "" if name != RECORDS else '; it needs a video_folder, and environment.options = { render_mode = "rgb_array" }'
+        )
+        raise DataError(f"{where} doesn't fit here or doesn't take {given}: {error}{hint}") from error
     return wrapped
 
 
@@ -145,8 +156,11 @@ def _wrapper(name: str, where: str) -> Any:
     import gymnasium.wrappers
 
     module, colon, kind = name.partition(":")
-    if not colon and name in gymnasium.wrappers.__all__:
-        return getattr(gymnasium.wrappers, name)
+    try:
+        if not colon and name in gymnasium.wrappers.__all__:
+            return getattr(gymnasium.wrappers, name)  # which imports it
+    except ImportError as error:
+        raise DataError(f"{where}: {error}; install what it needs") from error
     if not colon:
         near = difflib.get_close_matches(name, gymnasium.wrappers.__all__, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else 'see the list of gymnasium.wrappers, or name one "module:Class"'
@@ -175,6 +189,8 @@ def _made(gymnasium: Any, config: EnvironmentConfig) -> Env[Any, Any]:
         raise DataError(f"environment {config.id!r} can't be imported: {error}") from error
     except (TypeError, ValueError) as error:
         raise DataError(f"environment {config.id!r} doesn't take the options {config.options}: {error}") from error
+    except gymnasium.error.Error as error:
+        raise DataError(f"environment {config.id!r} can't be made: {error}") from error
 
 
 @cache

@@ -83,7 +83,7 @@ class Features(nn.Module):
         elif kind == "Box":
             self.width = math.prod(space.shape)
         else:
-            hint = 'environment.wrappers = [{ name = "FlattenObservation" }] makes boxes of Dict and Tuple'
+            hint = 'environment.wrappers = [{ name = "FlattenObservation" }] makes boxes of others'
             raise DataError(f"observation space {space}: not supported; supported are Box and Discrete; {hint}")
         self.size = self.width
         self.normalise = normalise and not self.num_classes

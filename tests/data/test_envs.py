@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from hybridflow.core.errors import CheckpointError, DataError, UserError
+from hybridflow.core.config import parse
+from hybridflow.core.errors import CheckpointError, ConfigError, DataError, UserError
 from hybridflow.data.envs import EnvironmentConfig, Slot, make_environment, rollout_source, spaces_of
 
 
@@ -194,7 +195,6 @@ def test_the_first_of_all_environments_is_recorded(tmp_path):
     ("wrapper", "told"),
     [
         ({"name": "FrameStack", "stack_size": 2}, r"'FrameStack' is no wrapper.*'FrameStackObservation'"),
-        ({"stack_size": 2}, r"'' is no wrapper"),
         ({"name": "FrameStackObservation", "size": 2}, r"'FrameStackObservation' doesn't.*'size'"),
         ({"name": "NormalizeObservation"}, r"statistics of its own.*actor\.net\.normalise"),
         ({"name": "GrayscaleObservation"}, r"'GrayscaleObservation' doesn't fit"),
@@ -204,9 +204,29 @@ def test_the_first_of_all_environments_is_recorded(tmp_path):
             r"minigrid\.wrappers has no wrapper 'ImgObs', expected .*gymnasium\.Wrapper",
         ),
         ({"name": "json:JSONDecoder"}, r"json has no wrapper 'JSONDecoder'"),
+        ({"name": "ClipReward", "min_reward": 1, "max_reward": -1}, r"Min reward \(1\) must be smaller than max reward"),
+        ({"name": "StickyAction", "repeat_action_probability": 2}, r"should be in the interval"),
+        ({"name": "NumpyToTorch"}, r"'NumpyToTorch': No module named 'array_api_compat'; install what it needs"),
     ],
 )
 def test_wrong_wrappers_are_one_line(wrapper, told):
     with pytest.raises(DataError, match=told) as caught:
         make_environment(wrapped(wrapper))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrapper", ["FrameStackObservation", {"stack_size": 2}, {"name": 3}])
+def test_wrappers_without_a_name_are_one_line(wrapper):
+    with pytest.raises(ConfigError, match=r'has no name, expected \{ name = "FrameStackObservation"') as caught:
+        parse(EnvironmentConfig, {"id": "CartPole-v1", "wrappers": [wrapper]}, "test")
+    assert len(caught.value.problems) == 1
+
+
+def test_videos_that_can_not_be_written_and_ids_that_are_none_are_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    recording = {"name": "RecordVideo", "video_folder": str(tmp_path / "file" / "videos")}
+    config = EnvironmentConfig(id="CartPole-v1", options={"render_mode": "rgb_array"}, wrappers=(recording,))
+    with pytest.raises(DataError, match=r"Not a directory.*it needs a video_folder"):
+        Slot(config, 1, 0)
+    with pytest.raises(DataError, match=r"environment 'Cart Pole' can't be made: Malformed environment ID"):
+        make_environment(EnvironmentConfig(id="Cart Pole"))
