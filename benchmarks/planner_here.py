@@ -14,6 +14,8 @@ half is trained, on "addition". Placements:
     judged     actor and sampler on one, critic and reference on the other
     helped     all but the reference on one, the reference on the other
     drawn      the sampler alone on one, all others on the other
+    tensor     two workers, the actor cut into two (tp = 2), the reference on both
+    pipeline   two workers, the actor in two stages (pp = 2), the reference on both
 
 The runs want the machine for themselves: the last table has the cores that other work kept busy before each.
 """
@@ -76,11 +78,14 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "roles": {"sampler": "b", "actor": "a", "reference": "a", "critic": "a", "reward": "a"},
     },
 }
+for cut in ("tensor", "pipeline"):
+    PLACEMENTS[cut] = PLACEMENTS["together"]
+MESHES = {"tensor": {"tp": 2}, "pipeline": {"pp": 2}}
 THREADS = {"alone": 1}
 CALIBRATION = ("grpo-5m-alone", "grpo-smollm2-alone")
 ORDERED = {model: [f"ppo-{model}-{placement}" for placement in ("split", "judged", "helped", "drawn")] for model in MODELS}
 RUNS = (
-    *(f"grpo-{model}-{placement}" for model in MODELS for placement in ("alone", "one", "together")),
+    *(f"grpo-{model}-{placement}" for model in MODELS for placement in ("alone", "one", "together", *MESHES)),
     *(f"ppo-{model}-{placement}" for model in MODELS for placement in ("one", "together")),
     *(name for names in ORDERED.values() for name in names),
 )
@@ -94,6 +99,7 @@ def config_of(name: str, steps: int) -> RunConfig:
     algorithm, model, placement = name.split("-")
     data = json.loads(json.dumps(MODELS[model]))
     data["train"] |= {"steps": steps, "minibatches": 2}
+    data["actor"]["mesh"] = MESHES.get(placement, {})
     if algorithm == "grpo":
         data["train"] |= {"group_size": GROUP, "prompts_per_step": data["train"]["prompts_per_step"] // GROUP}
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from hybridflow.build_mapping import mapping_of, task_graph
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError
-from hybridflow.planner.calibrate import Observation
+from hybridflow.planner.calibrate import Observation, as_seen
 from hybridflow.planner.cluster import Cluster, machine_here
 from hybridflow.planner.cost import CostModel, Efficiency, Estimate
 from hybridflow.planner.graph import Task, TaskGraph
@@ -29,6 +29,7 @@ from hybridflow.telemetry.timeline import read_timeline
 __all__ = ["Measured", "Predicted", "measured", "observed", "predicted", "run_cluster"]
 
 WAIT = "queue"
+WEIGHTS = ".weights"
 STEPS = 2
 """how many a run needs after its first"""
 
@@ -80,15 +81,20 @@ def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _calls(events: Sequence[Mapping[str, Any]], steps: set[int]) -> dict[str, dict[int, float]]:
-    """Seconds by name and step, of the worker that took longest."""
+    """Seconds by name and step, of the worker that took longest. Weights are published bucket by bucket, which learners
+    hand out while samplers take the ones before: from the first to the last."""
     totals: dict[tuple[str, int], dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    moved: dict[int, list[float]] = defaultdict(list)
     for event in events:
         step = event.get("args", {}).get("step")
+        name = event["name"].partition(":")[0]
         if event["ph"] == "X" and step in steps and event["cat"] != WAIT:
-            totals[event["name"].partition(":")[0], step][event["pid"], event["tid"]] += event["dur"] / 1e6
+            totals[name, step][event["pid"], event["tid"]] += event["dur"] / 1e6
+            if name.endswith(WEIGHTS):
+                moved[step] += [event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6]
     calls: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, step), workers in totals.items():
-        calls[name][step] = max(workers.values())
+        calls[name][step] = max(workers.values()) if not name.endswith(WEIGHTS) else max(moved[step]) - min(moved[step])
     return calls
 
 
@@ -131,9 +137,11 @@ def _tasks(graph: TaskGraph, calls: Mapping[str, float]) -> Iterator[tuple[str, 
         share = task.tokens * task.times / whole if whole else 1 / len(alike)
         if calls.get(_call(task), 0.0) > 0:
             yield task.name, calls[_call(task)] * share
+    samplers = [f"{role.name}{WEIGHTS}" for role in graph.roles if role.weights_of]
+    yield from ((name, calls[name]) for name in samplers if name in calls)
 
 
 def predicted(observation: Observation, efficiency: Efficiency) -> Predicted:
     """ConfigError: it doesn't fit the machine's memory."""
     estimates = CostModel(observation.graph, efficiency).estimates(observation.mapping)
-    return Predicted(estimates, simulate(observation.graph, observation.mapping, estimates).step_s)
+    return Predicted(as_seen(observation, estimates), simulate(observation.graph, observation.mapping, estimates).step_s)

@@ -64,8 +64,9 @@ def _row(name: str, took: float | None, predicted_s: float, shown: str) -> tuple
 
 
 def _has_model(seen: Observation, task: str) -> bool:
-    role = next(one.role for one in seen.graph.tasks if one.name == task)
-    return any(role == one.name for one in seen.graph.roles)
+    """Or is weights on their way, which are no task."""
+    role = {one.name: one.role for one in seen.graph.tasks}.get(task)
+    return role is None or any(role == one.name for one in seen.graph.roles)
 
 
 def _constants(fitted: Fitted) -> Iterator[str]:

@@ -39,9 +39,12 @@ def _lines(found: Probe) -> Iterator[tuple[str, str]]:
             yield f"products, {dtype}{_who(found, threads)}", f"{rate / 1e9:,.0f} GFLOP/s"
     for threads, rate in found.bandwidth.items():
         yield f"weights read by few rows{_who(found, threads)}", f"{rate / 1e9:,.1f} GB/s"
+    if not found.gpus:
+        yield "weights read by processes side by side", f"{found.shared_bandwidth / 1e9:,.1f} GB/s"
     yield "all-reduce of two processes", f"{found.link / 1e9:,.2f} GB/s each way"
     yield "a message in it", f"{found.link_latency_s * 1e6:,.0f} µs"
-    yield "a layer of a tiny decoder", f"{found.layer_s * 1e6:,.1f} µs"
+    for threads, seconds in found.launch_s.items():
+        yield f"a layer besides products{_who(found, threads)}", f"{seconds * 1e6:,.0f} µs"
 
 
 def _who(found: Probe, threads: int) -> str:

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -170,6 +171,7 @@ class Process:
         self.sources: dict[str, str] = {}
         self.shelved: dict[str, Offloadable] = {}
         self.line_groups: dict[tuple[int, ...], Any] = {}
+        self.moved: list[Span] = []
         self.busy, self.going = "", threading.Event()
         self.going.set()
         self.memory = MemoryMeter()
@@ -235,13 +237,13 @@ class Process:
 
     def weights(self, learner: str, bucket: int) -> Any:
         """(None, a bucket of a learner's weights); the second is for ``load``."""
-        with self._working(f"{learner}.weights"):
+        with self._working(f"{learner}.weights"), self._moving(f"{learner}.weights"):
             self._make_room(learner, "weights")
             return None, self.roles[learner][1].weights(bucket)
 
     def load(self, sampler: str, last: bool, *parts: Any) -> None:
         """Renew the copy that a sampler reads by a bucket from every pipeline stage of its learner."""
-        with self._working(f"{sampler}.load"):
+        with self._working(f"{sampler}.load"), self._moving(f"{sampler}.weights"):
             self.replicas[sampler].load(parts, last)
 
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
@@ -258,7 +260,7 @@ class Process:
         verb = verb_of(getattr(type(worker), call.verb))
         assert verb is not None, "the driver has checked"
         where = f"{call.role}.{call.verb}"
-        clock = _Clock(where, f"{self.setup.pool}/{self.setup.rank}")
+        clock = self._clock(where)
         pulled: dict[str, int] = {}
         batch = self._batch(call, pulled)
         weighed = weights(batch)  # waits for all inputs
@@ -284,7 +286,8 @@ class Process:
         context.metrics.clear()
         sizes = [num_bytes(new[name]) for name in call.writes]
         inlined = sum(size for size in sizes if size < RAY_INLINES)
-        report = Report(metrics, clock.spans, pulled, inlined, resident_bytes(), self.memory.grown)
+        spans, self.moved = [*self.moved, *clock.spans], []
+        report = Report(metrics, spans, pulled, inlined, resident_bytes(), self.memory.grown)
         return report, manifest, *(ship(new[name]) for name in call.writes)
 
     def _make_room(self, role: str, method: str) -> int:
@@ -345,6 +348,17 @@ class Process:
 
     def _working(self, what: str, batch: Batch | None = None) -> _Working:
         return _Working(self, what, batch)
+
+    def _clock(self, what: str) -> _Clock:
+        return _Clock(what, f"{self.setup.pool}/{self.setup.rank}")
+
+    @contextmanager
+    def _moving(self, what: str) -> Iterator[None]:
+        """Weights on their way to samplers: their spans go with the report of the next call."""
+        clock = self._clock(what)
+        yield
+        clock.lap("transfer")
+        self.moved += clock.spans
 
     # The second lane.
 

@@ -2,7 +2,9 @@
 
     DeepSpeed-Chat   all roles on all devices; training as ZeRO-3, generation in tensor-parallel replicas, for which every
                      device gathers the whole model; 4 responses a device are drawn, scored and trained on, as in its
-                     recipes for such models, before the next 4
+                     recipes for such models, before the next 4; log-probabilities of responses are another pass of the
+                     learner (generate_experience in its ppo_trainer.py), which in the others' pools costs nothing, as it
+                     runs beside the critic's
     OpenRLHF         each role on devices of its own, training as ZeRO-3; so is the sampler, a second copy of its learner,
                      to which the whole model is broadcast
     NeMo-Aligner     language models on one half of the devices, the others on the other half; training and generation cut
@@ -61,7 +63,7 @@ class _Zero3(_System):
 
 
 class _DeepSpeedChat(_Zero3):
-    practice = Practice("gather_all", batch=4)
+    practice = Practice("gather_all", batch=4, rescores=True)
 
     def _variants(self, role: ModelRole, pp: int, tp: int, dp: int) -> list[Strategy]:
         found = super()._variants(role, pp, tp, dp)

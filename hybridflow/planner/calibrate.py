@@ -21,13 +21,24 @@ from numpy.typing import NDArray
 
 from hybridflow.core.files import write_whole
 from hybridflow.planner.cluster import HERE, Cluster
-from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.cost import CostModel, Efficiency, Estimate
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.hardware import Probe, fingerprint, kept, load_probe
 from hybridflow.planner.mapping import DeviceMapping
 from hybridflow.planner.simulate import simulate
 
-__all__ = ["CONSTANTS", "Fitted", "Observation", "calibrate", "efficiency_of", "fit", "here_start", "keep", "source_of"]
+__all__ = [
+    "CONSTANTS",
+    "Fitted",
+    "Observation",
+    "as_seen",
+    "calibrate",
+    "efficiency_of",
+    "fit",
+    "here_start",
+    "keep",
+    "source_of",
+]
 
 CONSTANTS = ("compute", "decode_step_s", "decode_row_s", "call_s", "network", "copy")
 BOUNDS = {
@@ -209,7 +220,8 @@ class _Problem:
 
 @dataclass(frozen=True)
 class Observation:
-    """A run: its task graph and mapping, and the seconds that were measured of tasks, by name, and of a step."""
+    """A run: its task graph and mapping, and the seconds that were measured of tasks, by name, and of a step. Where weights
+    were published to another pool, that is "SAMPLER.weights"."""
 
     graph: TaskGraph
     mapping: DeviceMapping
@@ -236,14 +248,26 @@ def _with(start: Efficiency, values: Mapping[str, Any]) -> Efficiency:
 
 def _counted(one: Observation) -> dict[str, float]:
     known = {role.name for role in one.graph.roles}
-    roles = {task.name: task.role for task in one.graph.tasks}
-    return {name: seconds for name, seconds in one.seconds.items() if roles[name] in known}
+    own = {task.name for task in one.graph.tasks if task.role not in known}
+    return {name: seconds for name, seconds in one.seconds.items() if name not in own}
 
 
 def _predicted(one: Observation, efficiency: Efficiency) -> Iterator[float]:
     estimates = CostModel(one.graph, efficiency).estimates(one.mapping)
-    yield from (estimates[name].seconds for name in _counted(one))
+    apart = as_seen(one, estimates)
+    yield from (apart[name].seconds for name in _counted(one))
     yield simulate(one.graph, one.mapping, estimates).step_s
+
+
+def as_seen(one: Observation, estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """Estimates by what a run was seen to do: weights that it published apart from the task that waits for them."""
+    found = dict(estimates)
+    for task in one.graph.tasks:
+        parts, weights = dict(found[task.name].parts), f"{task.role}.weights"
+        if weights in one.seconds and "transition" in parts:
+            found[weights] = Estimate({"transition": parts.pop("transition")})
+            found[task.name] = Estimate(parts)
+    return found
 
 
 def here_start(probe: Probe) -> Efficiency:
@@ -257,7 +281,6 @@ def here_start(probe: Probe) -> Efficiency:
         copy=probe.bandwidth[1] / 16,
         bandwidth=1.0,
         link=1.0,
-        launch_s=probe.layer_s,
         device="cuda" if probe.gpus else "cpu",
     )
 

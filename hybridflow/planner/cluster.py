@@ -31,13 +31,15 @@ __all__ = ["HERE", "PRESETS", "Cluster", "Device", "Machine", "conflicts", "mach
 @dataclass(frozen=True)
 class Device:
     """``flops``: peak of dense matrix products by dtype ("bfloat16", "float32"), in FLOP/s. ``memory_bytes`` and its
-    ``bandwidth`` in bytes/s. ``price``: of an hour, in any currency; 0 if unknown."""
+    ``bandwidth`` in bytes/s. ``price``: of an hour, in any currency; 0 if unknown. ``launch_s``: that kernels of a layer
+    take to start and to end, some twenty of 5 µs on a GPU."""
 
     name: str
     flops: Mapping[str, float]
     memory_bytes: float
     bandwidth: float
     price: float = 0.0
+    launch_s: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def machine_here(workers: int, threads: int = 0) -> Machine:
     if probe.gpus and workers > probe.gpus:
         raise ConfigError([f"here has {probe.gpus} GPUs; expected at most 1x{probe.gpus}"])
     share = probe.share(workers, threads)
-    device = Device(HERE, share.flops, share.memory_bytes, share.bandwidth)
+    device = Device(HERE, share.flops, share.memory_bytes, share.bandwidth, launch_s=share.launch_s)
     return Machine(device, workers, probe.link, probe.link, probe.link_latency_s, probe.link_latency_s)
 
 

@@ -3,7 +3,7 @@
 An ``Estimate`` is a sum of parts by name, each of which is one physical effect, so that a term can be left out:
 
     compute     products of a pass at ``compute`` of the peak, or reading weights, if that is longer; on CPUs, both
-    launch      ``launch_s`` a layer and microbatch  imbalance   the slowest stage of a pipeline, over the mean one
+    launch      the device's, a layer and microbatch imbalance   the slowest stage of a pipeline, over the mean one
     recompute   the way forward once more
     bubble      stages that wait (p - 1 microbatches) pipeline   messages between stages
     tensor      all-reduces of tensor parallelism    data        gradients and weights between data-parallel copies
@@ -12,6 +12,7 @@ An ``Estimate`` is a sum of parts by name, each of which is one physical effect,
     steps       ``decode_step_s`` a decode step      rows        ``decode_row_s`` a row and step
     copy        weights put together for generation  gather      their way there; both of them: transition
     own         seconds of roles without a model     transfer    columns of other pools
+    rescoring   of other systems (``Practice``): the learner's forward pass over what was drawn
 
 ``CostModel(graph, efficiency, without={"bubble"})`` leaves parts out. Other terms go with a constant: the shared network
 with ``network = inf``, the limit of the cache and its waves with ``cache_limit = False``, pipelines with ``max_pp = 1``.
@@ -52,10 +53,9 @@ class Efficiency:
 
     ``compute``: of the peak of matrix products; ``decode_step_s`` and ``decode_row_s``: of a decode step and of each row in
     it; ``call_s``: of a remote call, or of an update; ``network``: of a machine's; ``copy``: bytes/s at which generation
-    weights are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``launch_s``: that kernels of a layer
-    take to start and to end, some twenty of 5 µs; ``overlap``: the share of computing during which fsdp's weights arrive;
-    ``memory``: of a device, for what is counted (others: contexts, buffers of collectives, fragments); ``cache_limit``:
-    whether a cache has to fit. ``device``: whose kernels save activations.
+    weights are put together. ``bandwidth`` and ``link``: of memory's and a link's; ``overlap``: the share of computing
+    during which fsdp's weights arrive; ``memory``: of a device, for what is counted (others: contexts, buffers of
+    collectives, fragments); ``cache_limit``: whether a cache has to fit. ``device``: whose kernels save activations.
     """
 
     compute: float = 0.58
@@ -66,7 +66,6 @@ class Efficiency:
     copy: float = 4.55e9
     bandwidth: float = 0.85
     link: float = 0.75
-    launch_s: float = 1e-4
     overlap: float = 0.5
     memory: float = 0.9
     cache_limit: bool = True
@@ -173,15 +172,19 @@ class CostModel:
     ) -> Estimate | None:
         """Of all ``times``. ``free_bytes``: what a sampler may take (its weights and cache): ``usable_bytes`` less what the
         roles of its pool hold, plus its ``shared_bytes``. More of it never makes it slower. None: it doesn't fit."""
-        role, (_, kv_cache, batch) = self.roles.get(task.role), practice or self.practice
+        role, practice = self.roles.get(task.role), practice or self.practice
+        _, kv_cache, batch, rescores = practice
         draws = role is not None and task.kind == "generate"
-        key = task.name, strategy, id(machine), free_bytes if draws else 0.0, kv_cache, batch
+        key = task.name, task.kind, strategy, id(machine), free_bytes if draws else 0.0, kv_cache, batch, rescores
         if key not in self._seconds:
             if draws and batch:
                 task = replace(task, slots=batch * strategy.pp * strategy.tp)
             parts = self._parts(role, task, strategy, machine, free_bytes, kv_cache)
             if parts and role is not None and task.kind != "train":
                 parts["call"] *= batches(task, strategy, batch)
+            if parts and rescores and task.kind == "train" and any(one.weights_of == task.role for one in self.graph.roles):
+                scored = self.seconds(replace(task, kind="forward"), strategy, machine, practice=practice)
+                parts["rescoring"] = scored.seconds if scored else 0.0
             self._seconds[key] = None if parts is None else self._estimate(parts)
         return self._seconds[key]
 
@@ -215,7 +218,7 @@ class CostModel:
                 )
             flops = device.flops[dtype]
             speeds = Speeds(
-                flops * e.compute, device.bandwidth * e.bandwidth, e.launch_s, e.call_s, e.overlap, e.device == "cpu"
+                flops * e.compute, device.bandwidth * e.bandwidth, device.launch_s, e.call_s, e.overlap, e.device == "cpu"
             )
             self._places[key] = machine, speeds, Links(machine, e.link, e.network)
         return self._places[key][1:]
@@ -239,7 +242,7 @@ class CostModel:
     ) -> Estimate | None:
         """Of the weights, from training to generation and back, on one pool, as often as there are batches. None: what is
         trained so can't generate so (pp x tp of generation must divide that of training)."""
-        reshard, _, batch = practice or self.practice
+        reshard, _, batch, _ = practice or self.practice
         if reshard is None:
             return Estimate() if training[:3] == generation[:3] else None
         gathers = training.shard == "fsdp" and training.dp > 1

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,27 +41,31 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker has: FLOP/s by dtype, bytes, bytes/s."""
+    """What one worker has: FLOP/s by dtype, bytes, bytes/s; ``launch_s`` as the probe's."""
 
     flops: dict[str, float]
     memory_bytes: float
     bandwidth: float
+    launch_s: float
 
 
 @dataclass(frozen=True)
 class Probe:
     """Medians of what a machine reached. ``flops`` by dtype and ``bandwidth`` (bytes/s of weights that a product with few
-    rows reads), each by number of threads; on GPUs, of one GPU, with one entry. ``memory_bytes``: of the machine, or of a
+    rows reads), each by number of threads of a process; on GPUs, of one GPU, with one entry. ``shared_bandwidth``: of
+    processes side by side, together, which reach more than the threads of one. ``memory_bytes``: of the machine, or of a
     GPU. ``link``: bytes/s in which each of two processes sends in an all-reduce; ``link_latency_s``: of a message in it.
-    ``layer_s``: of a decoder's layer that has next to nothing to compute."""
+    ``launch_s``: that the kernels of a decoder's layer take besides, by number of threads: with one, of a layer with next
+    to nothing to compute; with more also what dividing its kernels takes, and those that aren't divided."""
 
     machine: Fingerprint
     flops: Mapping[str, Mapping[int, float]]
     bandwidth: Mapping[int, float]
+    shared_bandwidth: float
     memory_bytes: float
     link: float
     link_latency_s: float
-    layer_s: float
+    launch_s: Mapping[int, float]
 
     @property
     def gpus(self) -> int:
@@ -71,13 +75,14 @@ class Probe:
         """Of each of ``workers``: a GPU, or a part of the cores, memory and bandwidth. A worker has its part of the cores
         as threads, or ``threads``; where there are more threads than cores, each has a part of a core's time."""
         if self.gpus:
-            return Share({dtype: rate[1] for dtype, rate in self.flops.items()}, self.memory_bytes, self.bandwidth[1])
+            flops = {dtype: rate[1] for dtype, rate in self.flops.items()}
+            return Share(flops, self.memory_bytes, self.bandwidth[1], self.launch_s[1])
         cores = self.machine.cores
         threads = min(cores, threads or max(1, cores // workers))
         time = min(1.0, cores / (workers * threads))
         flops = {dtype: time * _between(rates, threads) for dtype, rates in self.flops.items()}
-        bandwidth = min(_between(self.bandwidth, threads), max(self.bandwidth.values()) / workers)
-        return Share(flops, self.memory_bytes / workers, bandwidth)
+        bandwidth = min(_between(self.bandwidth, threads), self.shared_bandwidth / workers)
+        return Share(flops, self.memory_bytes / workers, bandwidth, _between(self.launch_s, threads))
 
 
 def _between(rates: Mapping[int, float], threads: int) -> float:
@@ -123,9 +128,9 @@ def save_probe(probe: Probe) -> Path:
 def load_probe() -> Probe:
     """Of this machine. ConfigError: it was not measured, or other parts than it has now."""
     found = kept("probe.json")
-    if found is None:
+    if found is None or {*found} != {one.name for one in fields(Probe)}:
         raise ConfigError(["this machine has not been measured as it is now; run: hybridflow probe"])
-    threads = {key: {int(n): rate for n, rate in found[key].items()} for key in ("bandwidth",)}
+    threads = {key: {int(n): value for n, value in found[key].items()} for key in ("bandwidth", "launch_s")}
     flops = {dtype: {int(n): rate for n, rate in rates.items()} for dtype, rates in found["flops"].items()}
     machine = Fingerprint(**{**found["machine"], "gpus": tuple(found["machine"]["gpus"])})
     return Probe(**{**found, **threads, "flops": flops, "machine": machine})

@@ -49,12 +49,14 @@ class Practice(NamedTuple):
     ``reshard``: how a sampler gets the learner's weights, by the words of ``reshard.plan``; on another pool they are
     published, or all of them sent to every rank ("broadcast"). None: training and generation are cut alike, and nothing
     moves. ``kv_cache`` is False where all tokens are computed again for each new one. ``batch``: responses that a device
-    draws, scores and trains on before the next ones; 0: all of a step.
+    draws, scores and trains on before the next ones; 0: all of a step. ``rescores``: generation doesn't tell
+    log-probabilities, so learners take a pass over what was drawn.
     """
 
     reshard: Reshard | None = "hybridflow"
     kv_cache: bool = True
     batch: int = 0
+    rescores: bool = False
 
 
 OURS = Practice()

@@ -119,7 +119,8 @@ def train_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links
     tensor, message = _sent(profile, task, s, rows, links)
     again = recomputes(profile, s)
     both, sent = _Way(there.slowest + back.slowest, there.mean + back.mean), (tensor * (2 + again), 2 * message)
-    parts = _pipelined(both, sent, (3 + again) * ceil(profile.layers / s.pp) * speeds.launch, count, s.pp)
+    layers = (1 + again) * profile.layers + 2 * (profile.layers - profile.role.frozen * (s.pp == 1))
+    parts = _pipelined(both, sent, ceil(layers / s.pp) * speeds.launch, count, s.pp)
     parts["recompute"] = (count + s.pp - 1) * there.slowest * again
     parts |= _update_parts(profile, s, count, parts["compute"], speeds, links)
     updates = task.minibatches * task.epochs * task.times
@@ -134,7 +135,8 @@ def recomputes(profile: Profile, s: Strategy) -> bool:
 def _update_parts(
     profile: Profile, s: Strategy, count: int, compute: float, speeds: Speeds, links: Links
 ) -> dict[str, float]:
-    """Gradients to their sums, the optimizer's step, and weights back to all."""
+    """Gradients to their sums, the optimizer's step, and weights back to all. With fsdp no rank has gradients of all, so
+    that they go to their sums in every microbatch (``workers/fsdp.py``, ZeRO-3)."""
     role, numbers, block = profile.role, profile.numbers(s.pp, s.tp), s.pp * s.tp
     trained = numbers * profile.trained
     weights, gradients = numbers * role.itemsize, trained * role.gradient_bytes
@@ -145,7 +147,7 @@ def _update_parts(
         moved += links.ring(trained * role.itemsize, block, s.dp)
     else:  # weights arrive for each microbatch's passes, while others are computed with
         gathered = (3 if recomputes(profile, s) else 2) * count * links.ring(weights, block, s.dp)
-        moved += max(0.0, gathered - speeds.overlap * compute)
+        moved = count * moved + max(0.0, gathered - speeds.overlap * compute)
     own = trained / (1 if s.shard == "none" else s.dp)
     # the norm reads gradients, the step reads them again, reads and writes its states, and writes weights
     optimizer = own * (2 * role.gradient_bytes + 2 * role.optimizer_bytes + role.itemsize) / speeds.bandwidth

@@ -1,6 +1,6 @@
 """Measuring this machine: what its cores or its GPU multiply and read, and what two processes send each other.
 
-    each of ROUNDS:   products by dtype and threads, a big weight read by few rows, a tiny decoder
+    each of ROUNDS:   products by dtype and threads, a big weight read by few rows, layers of a tiny and a small decoder
                       two processes: a large all-reduce, a small one, both read             ──> medians ──> Probe
 
 Everything goes the ways that models go: products through ``ops.linear``, weights packed as the rollout engine packs them,
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = ["Rates", "measure", "pair_rates", "read_rate"]
 
 ROUNDS = 5
 DTYPES = (torch.float32, torch.bfloat16)
+ROWS = 64
 ENOUGH_S = 0.05
 LARGE_BYTES = 2**26
 PEER_S = 60
@@ -55,16 +56,22 @@ def measure(rounds: int = ROUNDS) -> Probe:
             _round(rates, device, threads)
     link, latency_s, read = pair_rates(machine, rounds)
     found = {key: statistics.median(values) for key, values in rates.items()}
-    found["read", threads[-1]] = max(found["read", threads[-1]], read)  # of one process, or of two side by side
     return Probe(
         machine,
         flops={_name(dtype): {n: found[dtype, n] for n in threads} for dtype in DTYPES},
         bandwidth={n: found["read", n] for n in threads},
+        shared_bandwidth=max(read, *(found["read", n] for n in threads)),
         memory_bytes=float(_memory(device)),
         link=link,
         link_latency_s=latency_s,
-        layer_s=found["layer"],
+        launch_s={n: _launch_s(found, n) for n in threads},
     )
+
+
+def _launch_s(found: Mapping[Any, float], threads: int) -> float:
+    """Of a layer, what is left of its seconds besides products that gain by ``threads`` what large ones gain."""
+    gain = found[torch.float32, threads] / found[torch.float32, 1]
+    return max(found["tiny"], found["rows", threads] - (found["rows", 1] - found["tiny"]) / gain)
 
 
 def _round(rates: Rates, device: torch.device, threads: tuple[int, ...]) -> None:
@@ -73,7 +80,9 @@ def _round(rates: Rates, device: torch.device, threads: tuple[int, ...]) -> None
             for dtype in DTYPES:
                 rates[dtype, number].append(_product_rate(device, dtype))
             rates["read", number].append(read_rate(device))
-    rates["layer"].append(_layer_s(device))
+            rates["rows", number].append(_layer_s(device, DecoderSpec("llama", 512, 64, 1408, 4, 8, 8, 64, 128), ROWS))
+    with _threads(1):
+        rates["tiny"].append(_layer_s(device, DecoderSpec("llama", 32, 64, 128, 8, 4, 4, 16, 128), 8))
 
 
 @contextmanager
@@ -94,12 +103,11 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * tokens * weight.numel() / _seconds(partial(linear, x, weight), device)
 
 
-def _layer_s(device: torch.device) -> float:
-    """Seconds that a decoder's layer takes when it has next to nothing to compute."""
-    layers = 8
-    decoder = Decoder(DecoderSpec("llama", 32, 64, 128, layers, 4, 4, 16, 128)).to(device)
-    attend, tokens = CausalAttention(torch.tensor([8], device=device)), torch.zeros(8, dtype=torch.int64, device=device)
-    return _seconds(lambda: decoder(tokens, attend.positions, attend, None), device) / layers
+def _layer_s(device: torch.device, spec: DecoderSpec, rows: int) -> float:
+    """Seconds of a layer for the next token of so many rows."""
+    decoder, tokens = Decoder(spec).to(device), torch.zeros(rows, dtype=torch.int64, device=device)
+    attend = CausalAttention(torch.ones_like(tokens))
+    return _seconds(lambda: decoder(tokens, attend.positions, attend, None), device) / spec.num_layers
 
 
 def read_rate(device: torch.device, num_bytes: int = LARGE_BYTES) -> float:

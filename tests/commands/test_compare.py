@@ -60,7 +60,18 @@ def probed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDFLOW_HOME", str(home))
     machine = fingerprint()
     rates = {1: 1e11, machine.cores: 2e11}
-    save_probe(Probe(machine, {"float32": rates, "bfloat16": rates}, {1: 2e10, machine.cores: 3e10}, 24e9, 1e9, 1e-4, 1e-4))
+    save_probe(
+        Probe(
+            machine,
+            {"float32": rates, "bfloat16": rates},
+            {1: 2e10, machine.cores: 3e10},
+            3e10,
+            24e9,
+            1e9,
+            1e-4,
+            {1: 1e-4, machine.cores: 2e-4},
+        )
+    )
 
 
 @pytest.mark.usefixtures("probed")

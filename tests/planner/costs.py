@@ -12,9 +12,10 @@ from hybridflow.planner.mapping import Strategy
 from hybridflow.planner.sizes import MODELS
 
 BILLION = 1e9
-EXACT = Efficiency(1.0, 0.0, 0.0, 0.0, 1.0, inf, 1.0, 1.0, 0.0, 0.0, 1.0)
+EXACT = Efficiency(1.0, 0.0, 0.0, 0.0, 1.0, inf, 1.0, 1.0, 0.0, 1.0)
 """peaks reached, and nothing besides"""
-MACHINE = Machine(Device("d", {"bfloat16": 100e12, "float32": 10e12}, 80 * BILLION, 2e12), 8, 200e9, 25e9, 0.0, 0.0)
+DEVICE = Device("d", {"bfloat16": 100e12, "float32": 10e12}, 80 * BILLION, 2e12, launch_s=0.0)
+MACHINE = Machine(DEVICE, 8, 200e9, 25e9, 0.0, 0.0)
 A100 = PRESETS["a100-80g"]
 SPEC = MODELS["llama-7b"].spec
 LEARNER = ModelRole("learner", MODELS["llama-7b"], "policy", 2, 4.0, 8.0)

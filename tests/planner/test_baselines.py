@@ -40,7 +40,7 @@ def test_deepspeed_chat_shares_everything_out_over_all_devices() -> None:
     for name in ("learner", "frozen", "tutor"):
         assert mapping.strategies[name][:4] == (1, 1, 16, "fsdp") and mapping.strategies[name].rows <= 4
     assert mapping.strategies["sampler"].pp == 1
-    assert mapping.practice == Practice("gather_all", batch=4)
+    assert mapping.practice == Practice("gather_all", batch=4, rescores=True)
 
 
 def test_openrlhf_gives_each_role_devices_of_its_own() -> None:
@@ -89,6 +89,16 @@ def test_batches_of_a_device_take_more_steps_and_transitions() -> None:
     assert few["steps"] == 2 * many["steps"] and few["transition"] == pytest.approx(2 * many["transition"])
     whole = cost.estimates(replace(mapping, practice=mapping.practice._replace(batch=0)))["draw"].parts
     assert many["transition"] == pytest.approx(8 * whole["transition"])  # 1024 rows, 16 devices
+
+
+def test_learners_that_score_again_take_a_forward_pass_more() -> None:
+    cost, mapping = CostModel(GRAPH, Efficiency()), mapped()["DeepSpeed-Chat"]
+    found = cost.estimates(mapping)
+    scored = cost.seconds(replace(SCORE, role="learner"), mapping.strategies["learner"], A100, practice=mapping.practice)
+    assert scored is not None and found["learn"].parts["rescoring"] == pytest.approx(scored.seconds)
+    assert "rescoring" not in found["teach"].parts  # nobody draws with its weights
+    once = cost.estimates(replace(mapping, practice=mapping.practice._replace(rescores=False)))
+    assert found["learn"].seconds - once["learn"].seconds == pytest.approx(scored.seconds)
 
 
 def test_on_several_kinds_of_machines_the_kind_with_most_devices_is_taken() -> None:

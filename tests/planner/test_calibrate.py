@@ -139,11 +139,13 @@ def test_constants_are_kept_for_this_machine_and_no_other(tmp_path: Path, monkey
     monkeypatch.setattr(hardware, "fingerprint", lambda: machine)
     monkeypatch.setattr(calibrate_module, "fingerprint", lambda: machine)
     rates = {1: 1e11, machine.cores: 2e11}
-    probe = Probe(machine, {"float32": rates, "bfloat16": rates}, rates, 1e10, 1e9, 1e-4, 2e-4)
+    probe = Probe(
+        machine, {"float32": rates, "bfloat16": rates}, rates, 2e11, 1e10, 1e9, 1e-4, {1: 2e-4, machine.cores: 5e-4}
+    )
     save_probe(probe)
     here = parse_cluster("here:1x1")
     assert efficiency_of(here) == here_start(probe)
-    assert (here_start(probe).device, here_start(probe).launch_s) == ("cpu", 2e-4)
+    assert here_start(probe).device == "cpu" and here.machines[0][1].device.launch_s == 5e-4
     values = dict.fromkeys(CONSTANTS, 0.5)
     keep(Fitted(values, dict.fromkeys(CONSTANTS, 1.1), CONSTANTS, np.zeros(1)), "runs/x")
     assert efficiency_of(here) == replace(here_start(probe), **values)
