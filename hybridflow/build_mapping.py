@@ -315,7 +315,7 @@ def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
     cuts = {role: strategy._replace(dp=1) for role, strategy in mapping.strategies.items()}
     for role in (name for name in roles if section_of(name) != name):
         if cuts[role] != cuts[section_of(role)]:
-            yield f"{role} is cut otherwise than {section_of(role)}, but [{section_of(role)}] says how both are"
+            yield f"{role} is cut otherwise than {section_of(role)}, but [{section_of(role)}] says how both are, all but dp"
 
 
 def _unlike(mapping: DeviceMapping, pool: Pool, graph: TaskGraph) -> Iterator[str]:

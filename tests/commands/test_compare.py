@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hybridflow.build_compare import measured
+from hybridflow.build_compare import measured, observed, predicted
 from hybridflow.cli import main
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.metrics import Span
+from hybridflow.planner.cluster import parse_cluster
+from hybridflow.planner.cost import Efficiency
 from hybridflow.planner.hardware import Probe, fingerprint, save_probe
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.telemetry.timeline import Timeline
@@ -38,6 +41,15 @@ group_size = 4
 limit = 1
 [checkpoint]
 export = false
+"""
+SPLIT = """
+[runtime]
+kind = "ray"
+[placement.pools]
+main = 1
+own = 1
+[placement.roles]
+sampler = "own"
 """
 
 
@@ -142,6 +154,27 @@ def test_a_task_takes_what_its_slowest_worker_does_and_pulls_but_not_what_it_wai
     assert (found.steps, found.step_s) == (3, 20.0)
     assert found.calls == pytest.approx({"actor.update": 5.0, "reward.score": 0.75})
     assert (found.prompt, found.response, found.deviation) == (None, 7.0, 0.0)
+
+
+def test_weights_that_are_published_are_apart_from_the_task_that_waits(run: Path, tmp_path: Path) -> None:
+    """Buckets overlap, so from the first to the last of them; both what is measured and what is predicted."""
+    split = CONFIG.format(run=tmp_path / "run", steps=5) + SPLIT
+    directory = RunDirectory.create(tmp_path / "run", split)
+    with Timeline(directory.timeline) as timeline:
+        for step in (1, 2, 3):
+            record(directory, step, 8.0)
+            spans = [Span("actor.weights", "transfer", 10.0 * step + start, 2.0, "main/0") for start in (0.0, 2.0)]
+            spans += [Span("sampler.weights", "transfer", 10.0 * step + start, 1.0, "own/0") for start in (2.0, 4.0)]
+            timeline.add(step, [*spans, Span("sampler.rollout", "generate", 10.0 * step + 5, 1.0, "own/0")])
+    found = measured(directory.path)
+    assert found.calls["sampler.weights"] == pytest.approx(5.0)
+    seen = observed(found, parse_cluster("cpu:1x2"))
+    assert seen.seconds == pytest.approx({"sampler.rollout": 1.0, "sampler.weights": 5.0})
+    slow, fast = (predicted(seen, replace(Efficiency(), copy=copy)) for copy in (1e3, 1e12))
+    assert [*slow.estimates][-1] == "sampler.weights" and "transition" not in slow.estimates["sampler.rollout"].parts
+    change = slow.estimates["sampler.weights"].seconds - fast.estimates["sampler.weights"].seconds
+    assert change > 10 and slow.step_s - fast.step_s == pytest.approx(change)
+    assert slow.estimates["sampler.rollout"] == fast.estimates["sampler.rollout"]
 
 
 def test_a_run_needs_steps_to_compare_with(run: Path, tmp_path: Path) -> None:

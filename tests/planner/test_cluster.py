@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def test_here_divides_the_machine_by_its_workers(home: Path) -> None:
     assert measured.share(8).flops["float32"] == 25e9
     assert measured.share(1).bandwidth == 20e9
     assert measured.share(4).bandwidth == 6e9  # side by side they read more than the threads of one
+    assert [measured.share(workers).launch_s for workers in (4, 1)] == [3e-6, 5e-6]
     save_probe(probe(fingerprint()))
     ((number, one),) = parse_cluster("here:1x2").machines
     assert (number, one.devices, one.link, one.device.memory_bytes) == (1, 2, 2e9, 12e9)
@@ -108,6 +110,14 @@ def test_here_divides_the_machine_by_its_workers(home: Path) -> None:
 def test_a_probe_of_other_parts_does_not_count(home: Path) -> None:
     save_probe(probe(replace(fingerprint(), torch="1.0")))
     assert "has not been measured" in problem("here:1x1")
+
+
+def test_a_probe_that_measured_less_does_not_count(home: Path) -> None:
+    path = save_probe(probe(fingerprint()))
+    kept = json.loads(path.read_text())
+    del kept["launch_s"]
+    path.write_text(json.dumps(kept))
+    assert "run: hybridflow probe" in problem("here:1x1")
 
 
 OWN = """
