@@ -50,6 +50,9 @@ main = 1
 own = 1
 [placement.roles]
 sampler = "own"
+actor = "main"
+reference = "main"
+reward = "main"
 """
 
 
