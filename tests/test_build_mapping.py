@@ -359,7 +359,7 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
     ("change", "said"),
     [
         ({"schedule": "async"}, 'schedule = "async": a run generates and learns by turns'),
-        ({"practice": Practice("vanilla")}, "Practice(reshard='vanilla', kv_cache=True, batch=0, rescores=False): a run has"),
+        ({"practice": Practice("vanilla")}, "Practice(reshard='vanilla', kv_cache=True, batch=0"),
         ({"pools": (Pool("all", MACHINE, 4, ("actor",)),)}, "reward is on 0 pools; expected each of reward, reference, "),
         (
             {"pools": (Pool("all", MACHINE, 4, NAMES[1:]), Pool("h", PRESETS["h100"], 4, NAMES[:1]))},
