@@ -250,6 +250,9 @@ def test_weights_reach_a_sampler_in_other_processes_once_an_update(pools: Pools)
         assert first["scores"].tolist() == second["scores"].tolist() == [expected] * 5
         assert second["slot"].tolist() == [update] * 5
         assert actor.sampler.read_version() == update - 1
+    moved = [span for span in pools.runtime.drain().spans if span.name.endswith(".weights")]
+    assert {(span.name, span.kind) for span in moved} >= {("learner.weights", "transfer"), ("copy.weights", "transfer")}
+    assert sum(span.name == "copy.weights" for span in moved) >= 3 and all(span.duration_s >= 0 for span in moved)
 
 
 def test_a_sampler_in_the_same_processes_reads_the_learner_in_place(pools: Pools) -> None:
