@@ -162,6 +162,9 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     record.add_argument("--steps", type=int, default=10_000, help="whole episodes are played until there are so many")
     record.add_argument("--random", type=float, default=0.0, metavar="P", help="chance of a random action, default 0")
     command("demo", _demo, f"teach a real language model to add, in minutes; {OVERRIDE}", overrides=True)
+    ledger = command("ledger", _ledger, "what became of every sample of a run; exit code 1 if one is lost or counts twice")
+    ledger.add_argument("source", type=Path, metavar="RUN", help="run directory")
+    ledger.add_argument("--json", action="store_true")
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
     report.add_argument("--output", type=Path, help="default: report.html in the first run")
@@ -388,6 +391,12 @@ def _report(options: Any) -> None:
     from hybridflow.telemetry.report import write_report
 
     print(write_report(options.runs, options.output or options.runs[0] / "report.html", predicted))
+
+
+def _ledger(options: Any) -> int:
+    from hybridflow.commands.ledger import ledger
+
+    return ledger(options.source, options.json)
 
 
 def _generate(options: Any) -> None:

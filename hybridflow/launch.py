@@ -18,6 +18,7 @@ from hybridflow.core.config import read_toml
 from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
 from hybridflow.core.resident import MemoryMeter
 from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter, Watch
+from hybridflow.ledger import Ledger
 from hybridflow.stopping import Stopping
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.guards import Guards
@@ -99,12 +100,13 @@ def _train(
         Tracker(directory, start) as tracker,
         Timeline(directory.timeline) as timeline,
         RunConsole(steps, start=start, title=title) as console,
+        Ledger(directory.ledger, trainer, run.parts.failures, config.environment is not None) as ledger,
     ):
         evaluator = _evaluator(run, console, timeline)
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, -1 if saved is None else start)
-        checkpointer = Checkpointer(run.save, run.runtime.saved, *saving, guards.doubtful)
-        watch = (Reporter(tracker, console, timeline, memory), Watch(guards, console))
+        checkpointer = Checkpointer(ledger.saving(run.save), run.runtime.saved, *saving, guards.doubtful)
+        watch = (ledger, Reporter(tracker, console, timeline, memory), Watch(guards, console))
         trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)

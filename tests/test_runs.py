@@ -17,6 +17,7 @@ from conftest import CARTPOLE, PENDULUM, REVERSE, saved_tensors, with_keys
 
 from hybridflow import checkpoint
 from hybridflow.build import build
+from hybridflow.commands.ledger import balance
 from hybridflow.config import resolved, validate
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.launch import train
@@ -202,6 +203,8 @@ def test_twenty_and_twenty_steps_are_forty_bit_for_bit(name: str, tmp_path: Path
     halves = run(data, tmp_path / "halves", resume="latest", train__steps=40)
     assert_equal(state(whole), state(halves))
     assert records(whole) == records(halves)
+    accounts = balance(halves / "ledger.sqlite")
+    assert not accounts.problems and accounts.counts == balance(whole / "ledger.sqlite").counts
     assert (whole / "samples.jsonl").read_bytes() == (halves / "samples.jsonl").read_bytes() if name in TEXT else True
 
 

@@ -17,6 +17,7 @@ import torch
 from conftest import CARTPOLE, REVERSE, Outcome, with_keys
 from test_runs import ENVIRONMENTS, TEXT, assert_equal, records, run, state
 
+from hybridflow.commands.ledger import balance
 from hybridflow.config import resolved, validate
 from hybridflow.models.weights import load_decoder
 
@@ -74,6 +75,8 @@ def test_worker_processes_learn_bit_for_bit_what_one_process_learns(name: str, t
     local, processes = run(data, tmp_path / "local"), run(split(data), tmp_path / "ray")
     assert learned(local) == learned(processes)
     assert_equal(state(local), state(processes))
+    accounts = balance(processes / "ledger.sqlite")
+    assert not accounts.problems and accounts == balance(local / "ledger.sqlite")
     if "data" in data and name != "sft":
         assert (local / "samples.jsonl").read_text() == (processes / "samples.jsonl").read_text()
 

@@ -4,25 +4,32 @@ rollout ──add(batch, version)──> buffer ──sample(version)──> lea
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from hybridflow.core.batch import Batch
+from hybridflow.core.batch import Array, Batch
 
-__all__ = ["Buffer", "Fifo", "InformativeGroups"]
+__all__ = ["Buffer", "Dropped", "Fifo", "InformativeGroups"]
+
+
+Dropped = tuple[str, Array]
+"""a reason, and the ``sample_id`` of rows"""
 
 
 class Buffer(Protocol):
     """``version``: the number of updates that the policy had seen at ``add``, that the learner has seen at ``sample``.
     ``learned`` gets what was sampled, with what learning wrote to it. ``metrics``: numbers of the buffer's own about the
-    last step."""
+    last step. ``waiting``: batches that are held to be learned from once. ``dropped``: why, and the ``sample_id`` of what
+    will never be sampled, since the last call."""
 
     def add(self, batch: Batch, version: int, /) -> None: ...
     def sample(self, version: int, /) -> Batch | None: ...
     def learned(self, batch: Batch, /) -> None: ...
     def metrics(self) -> dict[str, float]: ...
+    def waiting(self) -> Sequence[Batch]: ...
+    def dropped(self) -> list[Dropped]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -33,6 +40,7 @@ class Fifo:
     def __init__(self, max_staleness: int = 0) -> None:
         self.max_staleness, self.num_dropped = max_staleness, 0
         self._queue: deque[tuple[Batch, int]] = deque()
+        self._dropped: list[Batch] = []
 
     def add(self, batch: Batch, version: int, /) -> None:
         self._queue.append((batch, version))
@@ -44,6 +52,7 @@ class Fifo:
             if version - collected <= self.max_staleness:
                 return batch
             self.num_dropped += 1
+            self._dropped.append(batch)
         return None
 
     def learned(self, batch: Batch, /) -> None:
@@ -51,6 +60,13 @@ class Fifo:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def waiting(self) -> Sequence[Batch]:
+        return [batch for batch, _ in self._queue]
+
+    def dropped(self) -> list[Dropped]:
+        dropped, self._dropped = self._dropped, []
+        return [("too old", batch["sample_id"]) for batch in dropped]
 
     def state_dict(self) -> dict[str, Any]:
         return {"queue": list(self._queue), "num_dropped": self.num_dropped}
@@ -68,6 +84,7 @@ class InformativeGroups:
 
     def __init__(self) -> None:
         self._kept: list[Batch] = []
+        self._dropped: list[tuple[str, Batch]] = []
         self.num_groups = 0
 
     def add(self, batch: Batch, version: int, /) -> None:
@@ -77,7 +94,11 @@ class InformativeGroups:
             groups.setdefault(key, set()).add(score)
         kept = {key for key, scores in groups.items() if len(scores) > 1 and key not in failed}
         self.num_groups += len(kept)
-        self._kept += [batch.rows(np.array([key in kept for key in ids.tolist()], bool))] if kept else []
+        chosen = np.array([key in kept for key in ids.tolist()], bool)
+        self._kept += [batch.rows(chosen)] if kept else []
+        of_failed = np.array([key in failed for key in ids.tolist()], bool)
+        left_out = {"failed reward": of_failed, "equal scores": ~chosen & ~of_failed}
+        self._dropped += [(reason, batch.rows(rows)) for reason, rows in left_out.items() if rows.any()]
 
     def sample(self, version: int, /) -> Batch | None:
         """All kept groups, which are then forgotten; None if there is none."""
@@ -89,6 +110,13 @@ class InformativeGroups:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def waiting(self) -> Sequence[Batch]:
+        return self._kept
+
+    def dropped(self) -> list[Dropped]:
+        dropped, self._dropped = self._dropped, []
+        return [(reason, batch["sample_id"]) for reason, batch in dropped]
 
     def state_dict(self) -> dict[str, Any]:
         return {}

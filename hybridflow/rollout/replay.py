@@ -11,7 +11,7 @@ whether they lie in memory or in files, changes nothing of a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from hybridflow.core.config import Config
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.seeding import uniforms
+from hybridflow.rollout.buffer import Dropped
 from hybridflow.rollout.replay_layout import Cut, cut
 from hybridflow.rollout.sum_tree import SumTree
 
@@ -44,6 +45,8 @@ SAMPLED = ("sample_id", "observations", "actions", "rewards", "response_mask", "
 
 INDEXED = ("sample_id", "rewards", "response_mask", "terminated", "truncated")
 """What the index reads of it, in the driver."""
+
+COUNTERS = ("num_added", "num_steps", "num_given", "num_draws")
 
 SMALLEST_ERROR = 1e-6
 """added to TD errors, so that everything is drawn now and then"""
@@ -140,7 +143,7 @@ class Replay:
         self.config, self.seed, self.gamma, self.rows, self.sequence = config, seed, gamma, rows, config.sequence
         self.capacity, self.begin = config.num_units, begin
         self._all_draws, self.draws, self._row_bytes = num_draws, draws, row_bytes
-        self.num_added = self.num_steps = self.num_draws = 0
+        self.num_added = self.num_steps = self.num_given = self.num_draws = 0
         self._index = self._empty()
         self._going_on: dict[int, int] = {}
         """by the ``sample_id`` with which an episode goes on, its last transition so far"""
@@ -175,6 +178,7 @@ class Replay:
             begin, self.begin = self.begin, tuple
             for batch in begin():
                 self._add(batch, 0)
+            self.num_given = self.num_steps
 
     def _add(self, batch: Batch, version: int) -> None:
         known = batch.select(INDEXED).load()
@@ -325,10 +329,26 @@ class Replay:
         measured |= {"size": held, "occupancy": held / self.capacity, "bytes": held * self._row_bytes}
         return {f"replay/{name}": value for name, value in measured.items()}
 
+    def waiting(self) -> Sequence[Batch]:
+        """None: what is held may be drawn any number of times. See ``totals``."""
+        return ()
+
+    def dropped(self) -> list[Dropped]:
+        """None by name: the oldest rows are overwritten."""
+        return []
+
+    def totals(self) -> dict[str, int]:
+        """Steps ``added``, of which it was ``given`` some to begin with; ``units`` that they became, transitions or
+        sequences, of which it has ``held`` the newest and ``overwritten`` the others; and how many rows were ``drawn``."""
+        held = len(self)
+        units = {"units": self.num_added, "held": held, "overwritten": self.num_added - held}
+        drawn = self.num_draws * self.config.batch_size
+        return {"added": self.num_steps, "given": self.num_given, **units, "drawn": drawn}
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of the index, and the counters; the rows are saved where they lie."""
         state: dict[str, Any] = {"index": {name: values[: len(self)].copy() for name, values in self._index.items()}}
-        state |= {name: getattr(self, name) for name in ("capacity", "sequence", "num_added", "num_steps", "num_draws")}
+        state |= {name: getattr(self, name) for name in ("capacity", "sequence", *COUNTERS)}
         going_on = np.array([*self._going_on.items()], np.int64).reshape(-1, 2)
         priorities = None if self._tree is None else self._tree.priorities[: len(self)].copy()
         return {**state, "going_on": going_on, "priorities": priorities, "largest": self._largest}
@@ -341,7 +361,8 @@ class Replay:
         if state["capacity"] != self.capacity:
             was, now = state["capacity"] * self.sequence, self.capacity * self.sequence
             raise CheckpointError(f"replay.capacity = {now}: the run was saved with {was}; set it back")
-        self.num_added, self.num_steps, self.num_draws = (state[name] for name in ("num_added", "num_steps", "num_draws"))
+        for name in COUNTERS:
+            setattr(self, name, state[name])
         self._index = self._empty()
         for name, values in self._index.items():
             values[: len(self)] = state["index"][name]

@@ -28,12 +28,14 @@ Draw = Callable[[int, int], Batch]
 
 
 class Schedule(Protocol):
-    """``version`` counts the updates of the learner. ``metrics``: numbers of the schedule's own about the last step."""
+    """``version`` counts the updates of the learner. ``metrics``: numbers of the schedule's own about the last step.
+    ``waiting``: rollouts that no buffer has yet, maybe not even made yet, and the version of the policy of each."""
 
     version: int
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None: ...
     def metrics(self) -> dict[str, float]: ...
+    def waiting(self) -> Sequence[tuple[Batch, int]]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -57,6 +59,9 @@ class _Learning:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+    def waiting(self) -> Sequence[tuple[Batch, int]]:
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.version}
@@ -102,6 +107,9 @@ class Overlapping(_Learning):
         buffer.add(*collected)
         return self.learn(algorithm, buffer)
 
+    def waiting(self) -> Sequence[tuple[Batch, int]]:
+        return () if self._waiting is None else (self._waiting,)
+
     def state_dict(self) -> dict[str, Any]:
         waiting = None if self._waiting is None else {"rollout": self._waiting[0].load(), "version": self._waiting[1]}
         return {**super().state_dict(), "waiting": waiting}
@@ -120,23 +128,23 @@ class Lagging(_Learning):
 
     def __init__(self, lag: int) -> None:
         super().__init__()
-        self.lag, self.waiting = lag, 0
+        self.lag, self.num_waiting = lag, 0
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The batch that was learned from; None in the first ``lag`` steps."""
         buffer.add(algorithm.rollout(source(step)), self.version)
-        self.waiting += 1
-        learned = self.learn(algorithm, buffer) if self.waiting > self.lag else None
+        self.num_waiting += 1
+        learned = self.learn(algorithm, buffer) if self.num_waiting > self.lag else None
         if learned is not None:
-            self.waiting -= 1
+            self.num_waiting -= 1
         return learned
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waiting": self.waiting}
+        return {**super().state_dict(), "waiting": self.num_waiting}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         super().load_state_dict(state)
-        self.waiting = state["waiting"]
+        self.num_waiting = state["waiting"]
 
 
 class _Pending(NamedTuple):
@@ -189,6 +197,9 @@ class Asynchronous(_Learning):
         """``worker``: whose rollout came in the last step; ``staleness``: updates since it began."""
         return self._metrics
 
+    def waiting(self) -> Sequence[tuple[Batch, int]]:
+        return [(batch, version) for _, batch, version in self._pending]
+
     def state_dict(self) -> dict[str, Any]:
         pending = [(worker, batch.load(), version) for worker, batch, version in self._pending]
         return {**super().state_dict(), "pending": pending}
@@ -229,6 +240,9 @@ class DynamicSampling:
     def metrics(self) -> dict[str, float]:
         """``refills``, ``groups_drawn`` and ``groups_dropped`` of the last step."""
         return self._metrics
+
+    def waiting(self) -> Sequence[tuple[Batch, int]]:
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.version, "num_drawn": self.num_drawn}

@@ -4,6 +4,7 @@ config.toml      the resolved configuration
 metrics.jsonl    one object a step; its keys are those of ``telemetry.metrics.METRICS`` and any others
 samples.jsonl    a few responses of every step
 timeline.json    when each role ran (Chrome trace; opens in Perfetto)
+ledger.sqlite    what became of every sample
 result.json      the outcome of an evaluation
 checkpoints/     what a run resumes from
 model/           what it has trained
@@ -105,6 +106,10 @@ class RunDirectory:
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
 
     @property
     def result(self) -> Path:

@@ -14,6 +14,7 @@ import pytest
 from conftest import REVERSE, with_keys, written
 from test_runs import assert_equal, records, run, state
 
+from hybridflow.commands.ledger import balance
 from hybridflow.config import validate
 from hybridflow.core.errors import CheckpointError
 from hybridflow.launch import train
@@ -67,6 +68,9 @@ def test_kills_a_preemption_and_a_damaged_checkpoint_change_nothing(tmp_path: Pa
     assert_equal(state(whole), state(cut))
     assert records(whole) == records(cut)
     assert (whole / "samples.jsonl").read_bytes() == (cut / "samples.jsonl").read_bytes()
+    accounts, expected = balance(cut / "ledger.sqlite"), balance(whole / "ledger.sqlite")
+    assert accounts.problems == [] and accounts.counts == expected.counts
+    assert accounts.counts["trained"] == 240 * 16 and accounts.attempts == 4 and accounts.redone > 0
 
 
 def test_a_failure_before_the_first_step_of_a_resumed_run_leaves_its_checkpoints(
