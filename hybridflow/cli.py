@@ -162,6 +162,10 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     record.add_argument("--steps", type=int, default=10_000, help="whole episodes are played until there are so many")
     record.add_argument("--random", type=float, default=0.0, metavar="P", help="chance of a random action, default 0")
     command("demo", _demo, f"teach a real language model to add, in minutes; {OVERRIDE}", overrides=True)
+    verify = command("verify-resume", _verify_resume, f"whether a TOML file's run resumes exactly; {OVERRIDE}", True)
+    verify.add_argument("config", type=Path, help="TOML file")
+    verify.add_argument("--at", type=int, default=2, metavar="N", help="steps before the break, default 2")
+    verify.add_argument("--steps", type=int, default=4, metavar="M", help="steps in all, default 4")
     ledger = command("ledger", _ledger, "what became of every sample of a run; exit code 1 if one is lost or counts twice")
     ledger.add_argument("source", type=Path, metavar="RUN", help="run directory")
     ledger.add_argument("--json", action="store_true")
@@ -391,6 +395,13 @@ def _report(options: Any) -> None:
     from hybridflow.telemetry.report import write_report
 
     print(write_report(options.runs, options.output or options.runs[0] / "report.html", predicted))
+
+
+def _verify_resume(options: Any) -> int:
+    from hybridflow.commands.verify_resume import verify_resume
+    from hybridflow.config import load_config
+
+    return verify_resume(load_config(options.config, options.overrides), options.at, options.steps)
 
 
 def _ledger(options: Any) -> int:
