@@ -161,6 +161,7 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     record.add_argument("--out", type=Path, required=True, help="new folder, with a name that ends with -v0 or so")
     record.add_argument("--steps", type=int, default=10_000, help="whole episodes are played until there are so many")
     record.add_argument("--random", type=float, default=0.0, metavar="P", help="chance of a random action, default 0")
+    _add_chaos(command)
     command("demo", _demo, f"teach a real language model to add, in minutes; {OVERRIDE}", overrides=True)
     verify = command("verify-resume", _verify_resume, f"whether a TOML file's run resumes exactly; {OVERRIDE}", True)
     verify.add_argument("config", type=Path, help="TOML file")
@@ -172,6 +173,17 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
     report.add_argument("--output", type=Path, help="default: report.html in the first run")
+
+
+def _add_chaos(command: Callable[..., argparse.ArgumentParser]) -> None:
+    chaos = command("chaos", _chaos, f"train as a TOML file says, once in peace and once under faults; {OVERRIDE}", True)
+    chaos.add_argument("config", type=Path, help="TOML file")
+    chaos.add_argument("--seed", dest="fault_seed", type=int, default=1, help="of the schedule of faults; default: 1")
+    chaos.add_argument("--faults", type=int, default=0, metavar="N", help="default: one of each kind")
+    chaos.add_argument("--kinds", default="", metavar="A,B,C", help="default: all that can befall the run; docs/reliability.md has them")
+    chaos.add_argument("--nodes", type=int, default=0, metavar="N", help="run on so many Ray nodes on this machine")
+    chaos.add_argument("--out", type=Path, metavar="FOLDER", help="where both runs are written; default: RUN_DIR-chaos")
+    chaos.add_argument("--json", action="store_true")
 
 
 def _add_talking(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -349,6 +361,12 @@ def _supervise(options: Any) -> int:
     return supervise(
         [*command, *first], [*command, "--resume", "auto"], options.restarts, lambda line: print(line, file=sys.stderr)
     )
+def _chaos(options: Any) -> int:
+    from hybridflow.commands.chaos import Request, chaos
+
+    kinds = [kind for kind in options.kinds.split(",") if kind]
+    given = (options.config, options.overrides, options.fault_seed, options.faults, kinds, options.nodes, options.out)
+    return chaos(Request(*given), options.json)
 
 
 def _eval(options: Any) -> None:

@@ -1,0 +1,47 @@
+"""Several Ray nodes on this machine, for runs on several machines: the program ``controller/ray_nodes.py`` has them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+from hybridflow.core.errors import WorkerError
+
+__all__ = ["Nodes"]
+
+
+class Nodes:
+    """``count`` of them with ``slots`` workers each, as long as the context lasts. ``enter``: see ``Disk``."""
+
+    def __init__(self, count: int, slots: int, enter: Sequence[str]) -> None:
+        program = [sys.executable, "-m", "hybridflow.controller.ray_nodes", str(count), str(slots)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._popen = subprocess.Popen([*enter, *program], **pipes)  # type: ignore[call-overload]
+        self.address = self._answer()
+
+    @property
+    def pid(self) -> int:
+        """Of the process whose descendants the nodes are."""
+        pid: int = self._popen.pid
+        return pid
+
+    def add(self) -> None:
+        """Another one."""
+        self._popen.stdin.write("add\n")
+        self._popen.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> str:
+        answer: str = self._popen.stdout.readline().strip()
+        if not answer:
+            raise WorkerError("chaos: Ray's nodes could not be started on this machine; see above")
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._popen.stdin.close()
+        self._popen.wait()
