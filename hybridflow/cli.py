@@ -180,7 +180,9 @@ def _add_chaos(command: Callable[..., argparse.ArgumentParser]) -> None:
     chaos.add_argument("config", type=Path, help="TOML file")
     chaos.add_argument("--seed", dest="fault_seed", type=int, default=1, help="of the schedule of faults; default: 1")
     chaos.add_argument("--faults", type=int, default=0, metavar="N", help="default: one of each kind")
-    chaos.add_argument("--kinds", default="", metavar="A,B,C", help="default: all that can befall the run; docs/reliability.md has them")
+    chaos.add_argument(
+        "--kinds", default="", metavar="A,B,C", help="default: all that can befall the run; docs/reliability.md has them"
+    )
     chaos.add_argument("--nodes", type=int, default=0, metavar="N", help="run on so many Ray nodes on this machine")
     chaos.add_argument("--out", type=Path, metavar="FOLDER", help="where both runs are written; default: RUN_DIR-chaos")
     chaos.add_argument("--json", action="store_true")
@@ -361,6 +363,8 @@ def _supervise(options: Any) -> int:
     return supervise(
         [*command, *first], [*command, "--resume", "auto"], options.restarts, lambda line: print(line, file=sys.stderr)
     )
+
+
 def _chaos(options: Any) -> int:
     from hybridflow.commands.chaos import Request, chaos
 

@@ -48,12 +48,25 @@ class SmallDisk(Disk):
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         super().__init__(folder)
-        command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", HOLD, "sh", str(self.folder), str(num_bytes)]
+        command = [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            HOLD,
+            "sh",
+            str(self.folder),
+            str(num_bytes),
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._holder = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
         if self._holder.stdout.readline() != "mounted\n":
             told = self._holder.stderr.read().strip()
-            raise UserError(f"chaos: fill-disk needs a mount namespace of its own, which is refused here ({told}); leave it out")
+            raise UserError(
+                f"chaos: fill-disk needs a mount namespace of its own, which is refused here ({told}); leave it out"
+            )
         pid = str(self._holder.pid)
         self.enter = ("nsenter", "--user", "--mount", "--preserve-credentials", f"--wd={Path.cwd()}", "--target", pid)
 

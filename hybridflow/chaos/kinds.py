@@ -25,6 +25,7 @@ LATER = f"another one comes {PAUSE_S:g} s later"
 
 T = TypeVar("T")
 Heal = Callable[[], None]
+"""undoes a fault"""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,9 @@ def _has_spare(scene: Scene) -> bool:
     return len(scene.complete) > 1
 
 
-def _in(found: Callable[[Processes], Sequence[psutil.Process]], act: Callable[[psutil.Process], None]) -> Callable[[Scene], None]:
+def _in(
+    found: Callable[[Processes], Sequence[psutil.Process]], act: Callable[[psutil.Process], None]
+) -> Callable[[Scene], None]:
     return lambda scene: act(scene.one(found(scene.processes)))
 
 
@@ -192,11 +195,17 @@ def _kill(process: psutil.Process) -> None:
 
 KINDS: dict[str, Kind] = {
     "kill-driver": Kind("SIGKILL to the driver", _kill_driver),
-    "kill-driver-saving": Kind("SIGKILL to the driver while a checkpoint is written", _kill_driver, when=lambda s: s.saving),
+    "kill-driver-saving": Kind(
+        "SIGKILL to the driver while a checkpoint is written", _kill_driver, when=lambda s: s.saving
+    ),
     "terminate-driver": Kind("SIGTERM to the driver, as before a machine is taken away", _terminate_driver),
     "pause-driver": Kind(f"SIGSTOP to the driver for {PAUSE_S:g} s", lambda scene: _pause([scene.driver])),
-    "kill-everything": Kind("SIGKILL to every process, as in a power cut; then it is started again", _kill_everything, ends="dead"),
-    "flip-checkpoint": Kind("a bit of the newest checkpoint flips, and the driver dies", _damaged(_flip), "spare", _has_spare),
+    "kill-everything": Kind(
+        "SIGKILL to every process, as in a power cut; then it is started again", _kill_everything, ends="dead"
+    ),
+    "flip-checkpoint": Kind(
+        "a bit of the newest checkpoint flips, and the driver dies", _damaged(_flip), "spare", _has_spare
+    ),
     "truncate-checkpoint": Kind(
         "a file of the newest checkpoint loses its end, and the driver dies", _damaged(_truncate), "spare", _has_spare
     ),
@@ -204,7 +213,10 @@ KINDS: dict[str, Kind] = {
         "a file of the newest checkpoint is gone, and the driver dies", _damaged(Path.unlink), "spare", _has_spare
     ),
     "delete-manifest": Kind(
-        "the manifest of the newest checkpoint is gone, and the driver dies", _damaged(_delete_manifest), "spare", _has_spare
+        "the manifest of the newest checkpoint is gone, and the driver dies",
+        _damaged(_delete_manifest),
+        "spare",
+        _has_spare,
     ),
     "fill-disk": Kind(f"the disk of the run directory is full for {PAUSE_S:g} s", _fill_disk, "disk", ends="told"),
     "kill-reward": Kind("SIGKILL to a process of reward functions", _in(Processes.rewards, _kill), "rewards", ends="told"),

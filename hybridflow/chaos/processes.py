@@ -13,14 +13,17 @@ With ``--nodes`` the raylets are children of another program, ``controller/ray_n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-__all__ = ["Processes", "kill_all", "pool_of"]
+__all__ = ["Processes", "kill_all", "pool_of", "remaining"]
 
 WORKER = "HYBRIDFLOW_WORKER"
+END_S = 5.0
+POLL_S = 0.02
 
 
 class Processes:
@@ -73,11 +76,20 @@ def pool_of(process: psutil.Process) -> tuple[str, int]:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """At once, and whatever state they are in."""
+    """At once, and whatever state they are in; wait until they have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, 5)
+    remaining(processes, END_S)
+
+
+def remaining(processes: Collection[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that don't end within ``timeout_s``. Their exit codes are left to their parents."""
+    end_s, left = time.monotonic() + timeout_s, [*_alive(processes)]
+    while left and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+        left = [*_alive(left)]
+    return left
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -87,7 +99,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def _alive(processes: Sequence[psutil.Process]) -> Iterator[psutil.Process]:
+def _alive(processes: Collection[psutil.Process]) -> Iterator[psutil.Process]:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:

@@ -15,8 +15,8 @@ SPARE_STEPS = 1 + STEPS
 
 
 class Fault(NamedTuple):
-    """As soon as ``step`` steps are done and ``delay`` (0 to 1) of the next one, the fault of this ``kind``; ``draw`` (0 to 1)
-    chooses among the processes or files that it could befall."""
+    """The fault of this ``kind``, as soon as ``step`` steps are done and ``delay`` (0 to 1) of the next one; ``draw`` (0 to
+    1) chooses among the processes or files that it could befall."""
 
     step: int
     kind: str

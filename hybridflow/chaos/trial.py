@@ -1,8 +1,8 @@
 """A run under faults: each is made to happen when its time has come, and then it is watched what becomes of the run.
 
-    fault ──> a line that tells of it ──> two more steps done than before
+    fault ──> a line that tells of it ──> what was paused or full is so no more ──> two more steps done than ever before
           detect_s
-          recover_s ─────────────────────────────────────────────────────
+          recover_s ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 The first of these steps may have been under way already. Steps that have to be done again count as time, not as progress.
 """
@@ -20,7 +20,7 @@ import psutil
 from hybridflow.chaos.disk import Disk
 from hybridflow.chaos.kinds import KINDS, PAUSE_S, Heal, Kind, Scene
 from hybridflow.chaos.nodes import Nodes
-from hybridflow.chaos.processes import Processes, kill_all
+from hybridflow.chaos.processes import Processes, kill_all, remaining
 from hybridflow.chaos.schedule import STEPS, Fault
 from hybridflow.chaos.training import Training, newest_step
 
@@ -69,7 +69,7 @@ class Trial:
             self._until(lambda: self._training.code is not None)
             if self._training.code != 0:
                 yield Befallen("", self._step, problem=f"after the last fault: {self._state()}")
-            _, self.left = psutil.wait_procs(self._seen, LEFT_S)
+            self.left = remaining(self._seen, LEFT_S)
         finally:
             kill_all([*self._seen, *self._processes.own()])
 
@@ -100,9 +100,10 @@ class Trial:
         return Befallen(fault.kind, self._step, problem=f"could not be made: {self._state()}")
 
     def _watch(self, kind: Kind, befallen: Befallen, since_s: float, heal: Heal | None) -> Befallen:
-        while not self._recovered(befallen, heal):
+        done = self._step
+        while heal is not None or not (self._step >= done + STEPS or self._training.code == 0):
             if heal is not None and time.monotonic() > since_s + PAUSE_S:
-                heal = heal()
+                heal, done = heal(), self._step
             if heal is None and self._training.code:
                 befallen = self._ended(kind, befallen, since_s)
             if time.monotonic() > since_s + LIMIT_S:
@@ -111,9 +112,6 @@ class Trial:
                 return befallen
             time.sleep(POLL_S)
         return replace(self._detected(befallen, since_s), recover_s=time.monotonic() - since_s)
-
-    def _recovered(self, befallen: Befallen, heal: Heal | None) -> bool:
-        return heal is None and (self._step >= befallen.step + STEPS or self._training.code == 0)
 
     def _ended(self, kind: Kind, befallen: Befallen, since_s: float) -> Befallen:
         """The run has ended by itself: whether it should have, and is started again."""

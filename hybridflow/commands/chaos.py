@@ -22,7 +22,7 @@ from hybridflow.chaos.trial import Befallen, Trial
 from hybridflow.chaos.verdict import differences
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import UserError, WorkerError
-from hybridflow.rollout.rewards import is_url
+from hybridflow.rollout.reward_service import is_url
 from hybridflow.telemetry.graph_tables import aligned
 from hybridflow.telemetry.records import read_records
 
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a run under faults. ``differences``: from the run in peace; None: not compared, as results depend on who is first."""
+    """Of a run under faults. ``differences`` from the run without; None: not compared, results depend on who is first."""
 
     faults: Sequence[Befallen]
     left: Sequence[str]
@@ -63,7 +63,8 @@ class Outcome:
 
 
 def chaos(request: Request, as_json: bool) -> int:
-    """Print a table of faults and the verdict; the exit code: 1 if anything was lost, made twice, unequal or not recovered."""
+    """Print a table of faults and the verdict. The exit code: 1 if anything was lost, made twice, unequal or not gone on
+    from."""
     config = load_config(request.config, request.overrides)
     kinds = _kinds(request, config)
     folder = request.out or Path(f"{config.run_dir}-chaos")
@@ -87,7 +88,9 @@ def _kinds(request: Request, config: RunConfig) -> list[str]:
     faults, most = request.faults or len(kinds), config.train.steps - SPARE_STEPS
     if faults > most:
         hint = f"give --train.steps {faults + SPARE_STEPS} or more, or fewer faults"
-        raise UserError(f"chaos: {faults} faults need a step each and {SPARE_STEPS} more; train.steps = {config.train.steps}; {hint}")
+        raise UserError(
+            f"chaos: {faults} faults need a step each and {SPARE_STEPS} more; train.steps = {config.train.steps}; {hint}"
+        )
     return kinds
 
 
@@ -134,7 +137,8 @@ def _in_peace(request: Request, config: RunConfig, run_dir: Path) -> float:
         processes = Processes(training.pid, None)
         stack.callback(lambda: kill_all(processes.own()))
         _wait(training, run_dir / "metrics.jsonl", config.train.steps)
-    return median(record["time/step_s"] for record in read_records(run_dir / "metrics.jsonl") if "time/step_s" in record)
+    records = read_records(run_dir / "metrics.jsonl")
+    return float(median(record["time/step_s"] for record in records if "time/step_s" in record))
 
 
 def _wait(training: Training, metrics: Path, steps: int) -> None:
@@ -203,7 +207,9 @@ def _line(fault: Befallen) -> str:
     if fault.problem:
         return f"  step {fault.step}: {fault.kind}: {fault.problem}"
     seen = "" if fault.detect_s is None else f"seen after {fault.detect_s:.2f} s, "
-    return f"  step {fault.step}: {fault.kind}: {seen}recovered after {fault.recover_s:.2f} s" + (fault.told and f"; {fault.told}")
+    return f"  step {fault.step}: {fault.kind}: {seen}recovered after {fault.recover_s:.2f} s" + (
+        fault.told and f"; {fault.told}"
+    )
 
 
 def _table(outcome: Outcome) -> list[str]:

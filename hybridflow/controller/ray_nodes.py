@@ -1,7 +1,7 @@
 """A program that has several Ray nodes on this machine: ``python -m hybridflow.controller.ray_nodes NODES SLOTS``.
 
-It prints their address, and "added" for each line on its standard input, when it has started another node; the nodes end with
-that input.
+It prints their address, and "added" for each line on its standard input, when it has started another node. The nodes end
+with that input.
 """
 
 from __future__ import annotations

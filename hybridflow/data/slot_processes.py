@@ -51,7 +51,8 @@ def _slots(config: EnvironmentConfig, seed: int, spaces: Spaces, purpose: str, r
 class SlotProcesses:
     """What ``Slots`` is, with the environments in ``config.processes`` children: slot number i in child i modulo those.
 
-    Children start with the first ``open``. An error of an environment is raised here; a child that dies is a WorkerError.
+    Children start with the first ``open``. An error of an environment is raised here; a child that dies, or is
+    silent for ``config.timeout_s``, is a WorkerError.
     """
 
     def __init__(
@@ -157,12 +158,19 @@ class SlotProcesses:
 
     def _answer(self, child: int) -> Any:
         try:
+            if not self._pipes[child].poll(self.config.timeout_s):
+                raise self._hangs(child)
             answer = self._pipes[child].recv()
         except (EOFError, ConnectionResetError) as error:
             raise self._died(child) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _hangs(self, child: int) -> WorkerError:
+        self._children[child].kill()
+        who = f"environment {self.config.id!r}: process {child} of {len(self._pipes)}"
+        return WorkerError(f"{who} did not answer for {self.config.timeout_s:g} s (environment.timeout_s)")
 
     def _died(self, child: int) -> WorkerError:
         self._children[child].join(1)

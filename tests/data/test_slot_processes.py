@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import gymnasium
@@ -88,5 +89,19 @@ def test_errors_of_environments_are_raised_and_deaths_are_told(monkeypatch):
             slots.step([0, 1], np.array([0, 1]))
         with pytest.raises(WorkerError, match=r"HybridflowFragile-v0.*process 1 of 2 died, exit code 3"):
             slots.step([1], np.array([2]))
+    finally:
+        slots.close()
+
+
+def test_a_child_that_hangs_is_told_and_ended():
+    slots, _ = both(timeout_s=1.0)
+    slots.open([0, 1], {})
+    try:
+        (hanging, _) = slots._children
+        os.kill(hanging.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"CartPole-v1.*process 0 of 2 did not answer for 1 s \(environment.timeout_s\)"):
+            slots.step([0, 1], np.array([0, 1]))
+        hanging.join(5)
+        assert hanging.exitcode == -signal.SIGKILL
     finally:
         slots.close()
