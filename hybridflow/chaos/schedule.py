@@ -30,8 +30,9 @@ def schedule(kinds: Sequence[str], faults: int, steps: int, seed: int) -> list[F
     dealt: list[str] = []
     while len(dealt) < faults:
         dealt += rng.sample(list(kinds), len(kinds))
-    width = (steps - SPARE_STEPS) / faults
+    room = steps - SPARE_STEPS
+    ends = [1 + number * room // faults for number in range(faults + 1)]
     return [
-        Fault(1 + int((number + rng.random()) * width), kind, rng.random(), rng.random())
+        Fault(rng.randrange(ends[number], ends[number + 1]), kind, rng.random(), rng.random())
         for number, kind in enumerate(dealt[:faults])
     ]

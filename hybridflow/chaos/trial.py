@@ -26,11 +26,12 @@ from hybridflow.chaos.training import Training, newest_step
 
 __all__ = ["LIMIT_S", "Befallen", "Trial"]
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 """a run in which nothing gets done for so long hangs"""
 POLL_S = 0.005
 LEFT_S = 10.0
-TOLD = re.compile(r"^error: |: restart \d+ of \d+")
+TOLD = re.compile(r"^error: |: restart \d+ of \d+|recovered in ([\d.]+) s, back after step")
+"""a line after a fault was seen; the last one is printed when that is mended already, and says how long it took"""
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ class Trial:
         return replace(befallen, problem=self._state())
 
     def _detected(self, befallen: Befallen, since_s: float) -> Befallen:
-        told = [line.at_s for line in self._training.lines if line.at_s > since_s and TOLD.search(line.text)]
-        return replace(befallen, detect_s=told[0] - since_s) if told and befallen.detect_s is None else befallen
+        told = [(line.at_s, TOLD.search(line.text)) for line in self._training.lines if line.at_s > since_s]
+        seen_s = [at_s - float(found[1] or 0) - since_s for at_s, found in told if found is not None]
+        return replace(befallen, detect_s=max(0.0, seen_s[0])) if seen_s and befallen.detect_s is None else befallen
 
     def _message(self, since_s: float) -> str:
         lines = [line.text for line in self._training.lines if line.at_s > since_s and line.text.startswith("error: ")]

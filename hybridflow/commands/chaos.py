@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 import time
@@ -96,11 +97,17 @@ def _kinds(request: Request, config: RunConfig) -> list[str]:
 
 def _check(request: Request, config: RunConfig) -> None:
     if unknown := [name for name in request.kinds if name not in KINDS]:
-        raise UserError(f"chaos: --kinds {unknown[0]}: no such kind; there are {', '.join(KINDS)}")
+        near = difflib.get_close_matches(unknown[0], KINDS, 1)
+        hint = f"did you mean {near[0]}? There are" if near else "there are"
+        raise UserError(f"chaos: --kinds {unknown[0]}: no such kind; {hint} {', '.join(KINDS)}")
+    if request.faults < 0:
+        raise UserError(f"chaos: --faults {request.faults}: expected 0, one of each kind, or more")
     if not config.checkpoint.every:
         raise UserError("chaos: checkpoint.every = 0, so a run that dies begins anew; give --checkpoint.every 1, or so")
     if config.runtime.address is not None:
-        raise UserError("chaos: runtime.address is left alone; leave it out, and give --nodes for several machines")
+        raise UserError(
+            "chaos: runtime.address: leave it out, chaos starts what it breaks; --nodes 3 stands for three machines"
+        )
     if request.nodes and config.runtime.kind != "ray":
         raise UserError('chaos: --nodes are for runtime.kind = "ray"; set it, or leave them out')
 
@@ -114,7 +121,9 @@ def _missing(need: str, request: Request, config: RunConfig) -> str:
         "spare": "" if config.checkpoint.keep > 1 else "it keeps one checkpoint; set checkpoint.keep = 2 or more",
         "disk": "" if sys.platform == "linux" else "only Linux lets a user have a small disk",
         "rewards": "" if _calls_rewards(config) else "it calls no reward functions in processes of their own",
-        "environments": "" if config.environment and config.environment.processes else "environment.processes = 0",
+        "environments": ""
+        if config.environment and config.environment.processes
+        else "it has no processes of environments",
     }
     return found[need]
 

@@ -21,7 +21,9 @@ from hybridflow.core.placement import ResourcePool
 __all__ = ["WorkerGroup", "connect", "homes", "reserve", "shares"]
 
 RESERVE_S = 10  # Ray cuts it to whole seconds
-ENVIRONMENT = {"env_vars": {"RAY_max_direct_call_object_size": str(RAY_INLINES)}}
+ENVIRONMENT = {"RAY_max_direct_call_object_size": str(RAY_INLINES)}
+WORKER = "HYBRIDFLOW_WORKER"
+"""in a worker's environment, for those who look at it from outside: pool/rank"""
 PING_S = 2.0
 KNOCK_S = 5.0
 
@@ -125,11 +127,12 @@ class WorkerGroup:
         for bundle, count in enumerate(pool.nodes):
             strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle)
             for _ in range(count):
+                who = {WORKER: f"{pool.name}/{len(self.processes)}"}
                 options = {
                     "num_cpus": 1,
                     "num_gpus": int(gpus),
                     "scheduling_strategy": strategy,
-                    "runtime_env": ENVIRONMENT,
+                    "runtime_env": {"env_vars": {**ENVIRONMENT, **who}},
                 }
                 self.processes.append(remote.options(**options).remote(setups[len(self.processes)]))
 

@@ -94,12 +94,13 @@ def test_errors_of_environments_are_raised_and_deaths_are_told(monkeypatch):
 
 
 def test_a_child_that_hangs_is_told_and_ended():
-    slots, _ = both(timeout_s=1.0)
+    _, slots = both()
     slots.open([0, 1], {})
+    slots.config = slots.config.model_copy(update={"timeout_s": 0.5})  # which they need not have started within
     try:
         (hanging, _) = slots._children
         os.kill(hanging.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"CartPole-v1.*process 0 of 2 did not answer for 1 s \(environment.timeout_s\)"):
+        with pytest.raises(WorkerError, match=r"CartPole-v1.*process 0 of 2 did not answer for 0.5 s \(environment.timeout_s\)"):
             slots.step([0, 1], np.array([0, 1]))
         hanging.join(5)
         assert hanging.exitcode == -signal.SIGKILL
