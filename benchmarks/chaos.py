@@ -35,6 +35,7 @@ REVERSE: dict[str, Any] = {
     "evaluation": {"limit": 4},
     "checkpoint": SAVED,
 }
+MANY = {**REVERSE, "train": {"prompts_per_step": 32, "group_size": 16, "minibatches": 2}}  # 512 a step
 CARTPOLE: dict[str, Any] = {
     "algorithm": "ppo",
     "threads": 1,
@@ -103,6 +104,7 @@ CASES = {
     "ray pools": Case({**REVERSE, **APART}, (*WORKERS, *REWARDS, "kill-driver", "terminate-driver", "fill-disk"), 14),
     "ray environments": Case({**CARTPOLE, **TOGETHER}, (*WORKERS, "kill-driver", "kill-everything"), 8),
     "ray asynchronous": Case(ASYNC, ("kill-worker", "kill-pool", "kill-driver", "pause-worker"), 4),
+    "local, 30,000 samples": Case(MANY, ("kill-driver", "kill-driver-saving", *REWARDS, "terminate-driver"), 5),
     "three nodes, learning": Case({**REVERSE, **SPREAD}, (*NODES, "kill-worker", "kill-pool", "kill-driver"), 8, nodes=3),
     "three nodes, environments": Case({**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, nodes=3),
 }

@@ -29,6 +29,7 @@ from hybridflow.rollout.rewards import RewardConfig, RewardPool
 ROOT = Path(__file__).parent.parent
 SAMPLED = "examples/rlhf/sample.toml"
 SHORT = {
+    "chaos": ["--train.steps", "8", "--evaluation.limit", "2"],
     "reverse.toml": ["--train.steps", "3"],
     "split_reverse.toml": ["--train.steps", "3"],
     "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],

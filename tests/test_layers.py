@@ -29,6 +29,7 @@ LAYERS = {
     "serving": {"core"},
     "train": {"core", "rollout", "telemetry"},
     "checkpoint": {"core"},
+    "chaos": {"core", "telemetry"},
     "hooks": {"core", "telemetry", "train", "checkpoint"},
 }
 

@@ -65,7 +65,7 @@ class EnvironmentConfig(Config):
     """env workers that share num_envs out and roll out by themselves while the learner learns; 0: all in turns with it"""
     processes: int = Field(0, ge=0)
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
-    timeout_s: float = Field(300, gt=0)
+    timeout_s: float = Field(120, gt=0)
     """a child process that doesn't answer for so long is lost, and the run ends; --restarts goes on"""
     wrappers: tuple[dict[str, Any], ...] = ()
     """around it, from the inside, of gymnasium.wrappers or elsewhere: { name = "FrameStackObservation", stack_size = 4 },
