@@ -122,8 +122,9 @@ def _kill_pool(scene: Scene) -> None:
 
 
 def _node(scene: Scene) -> psutil.Process:
-    """Any but the head, which is where the driver is."""
-    return scene.one(scene.processes.raylets()[1:])
+    """One that has workers, but not the head, without which there is no Ray."""
+    homes = {worker.ppid() for worker in scene.processes.workers()}
+    return scene.one([raylet for raylet in scene.processes.raylets()[1:] if raylet.pid in homes])
 
 
 def _kill_node(scene: Scene) -> Heal:

@@ -19,7 +19,9 @@ class Nodes:
         program = [sys.executable, "-m", "hybridflow.controller.ray_nodes", str(count), str(slots)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._popen = subprocess.Popen([*enter, *program], **pipes)  # type: ignore[call-overload]
-        self.address = self._answer()
+        self.address = self._popen.stdout.readline().strip()
+        if not self.address:
+            raise WorkerError("chaos: Ray's nodes could not be started on this machine; see above")
 
     @property
     def pid(self) -> int:
@@ -28,16 +30,9 @@ class Nodes:
         return pid
 
     def add(self) -> None:
-        """Another one."""
+        """Another one, which comes in a moment."""
         self._popen.stdin.write("add\n")
         self._popen.stdin.flush()
-        self._answer()
-
-    def _answer(self) -> str:
-        answer: str = self._popen.stdout.readline().strip()
-        if not answer:
-            raise WorkerError("chaos: Ray's nodes could not be started on this machine; see above")
-        return answer
 
     def __enter__(self) -> Self:
         return self

@@ -145,5 +145,7 @@ class Trial:
     def _state(self) -> str:
         """Of a run that isn't as it should be."""
         code, last = self._training.code, self._training.lines[-1].text if self._training.lines else ""
+        if code == 0:
+            return "the run had ended, give it more steps with --train.steps"
         state = f"no step got done within {LIMIT_S:g} s" if code is None else f"the run ended with exit code {code}"
         return f"{state}, after step {self._step}: {last}; see {self.log}"

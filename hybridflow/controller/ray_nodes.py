@@ -1,7 +1,6 @@
 """A program that has several Ray nodes on this machine: ``python -m hybridflow.controller.ray_nodes NODES SLOTS``.
 
-It prints their address, and "added" for each line on its standard input, when it has started another node. The nodes end
-with that input.
+It prints their address and starts another node for each line on its standard input. The nodes end with that input.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ def main(nodes: int, slots: int) -> None:
     print(cluster.address, flush=True)
     for _ in sys.stdin:
         cluster.add_node(wait=False, **size)
-        print("added", flush=True)
     cluster.shutdown()
 
 
