@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Processes", "kill_all", "pool_of", "remaining"]
+__all__ = ["Processes", "kill_all", "name_of", "pool_of", "remaining"]
 
 WORKER = "HYBRIDFLOW_WORKER"
 END_S = 5.0
@@ -73,6 +73,11 @@ def pool_of(process: psutil.Process) -> tuple[str, int]:
         pool, _, rank = process.environ().get(WORKER, "").rpartition("/")
         return pool, int(rank or 0)
     return "", 0
+
+
+def name_of(process: psutil.Process) -> str:
+    """For people: its id and what was started."""
+    return f"{process.pid} ({' '.join(_words(process))[:80]})"
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:

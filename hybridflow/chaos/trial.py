@@ -20,7 +20,7 @@ import psutil
 from hybridflow.chaos.disk import Disk
 from hybridflow.chaos.kinds import KINDS, PAUSE_S, Heal, Kind, Scene
 from hybridflow.chaos.nodes import Nodes
-from hybridflow.chaos.processes import Processes, kill_all, remaining
+from hybridflow.chaos.processes import Processes, kill_all, name_of, remaining
 from hybridflow.chaos.schedule import STEPS, Fault
 from hybridflow.chaos.training import Training, newest_step
 
@@ -55,7 +55,7 @@ class Trial:
     ) -> None:
         self.arguments, self.disk, self.nodes, self.log, self.step_s = arguments, disk, nodes, log, step_s
         self.metrics, self.checkpoints = disk.seen(run_dir) / "metrics.jsonl", disk.seen(run_dir) / "checkpoints"
-        self.left: list[psutil.Process] = []
+        self.left: list[str] = []
         self._seen: set[psutil.Process] = set()
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Befallen]:
@@ -70,7 +70,7 @@ class Trial:
             self._until(lambda: self._training.code is not None)
             if self._training.code != 0:
                 yield Befallen("", self._step, problem=f"after the last fault: {self._state()}")
-            self.left = remaining(self._seen, LEFT_S)
+            self.left = [name_of(process) for process in remaining(self._seen, LEFT_S)]
         finally:
             kill_all([*self._seen, *self._processes.own()])
 

@@ -21,11 +21,13 @@ from hybridflow.chaos.schedule import SPARE_STEPS, schedule
 from hybridflow.chaos.training import Training, newest_step
 from hybridflow.chaos.trial import Befallen, Trial
 from hybridflow.chaos.verdict import differences
+from hybridflow.commands.ledger import Balance, balance
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import UserError, WorkerError
 from hybridflow.rollout.reward_service import is_url
 from hybridflow.telemetry.graph_tables import aligned
 from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.rundir import RunDirectory
 
 __all__ = ["Request", "chaos"]
 
@@ -57,10 +59,12 @@ class Outcome:
     faults: Sequence[Befallen]
     left: Sequence[str]
     differences: Sequence[str] | None
+    balance: Balance
 
     @property
     def good(self) -> bool:
-        return not self.differences and not self.left and not any(fault.problem for fault in self.faults)
+        whole = not self.balance.problems and not self.differences and not self.left
+        return whole and not any(fault.problem for fault in self.faults)
 
 
 def chaos(request: Request, as_json: bool) -> int:
@@ -195,9 +199,8 @@ def _under_faults(request: Request, config: RunConfig, folder: Path, kinds: Sequ
         for fault in trial.run(faults):
             _say(_line(fault))
             befallen.append(fault)
-        left = [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in trial.left if process.is_running()]
     found = differences(folder / "clean", run_dir) if _exact(config) else None
-    return Outcome(befallen, left, found)
+    return Outcome(befallen, trial.left, found, balance(RunDirectory(run_dir).ledger))
 
 
 def _exact(config: RunConfig) -> bool:
@@ -216,9 +219,8 @@ def _line(fault: Befallen) -> str:
     if fault.problem:
         return f"  step {fault.step}: {fault.kind}: {fault.problem}"
     seen = "" if fault.detect_s is None else f"seen after {fault.detect_s:.2f} s, "
-    return f"  step {fault.step}: {fault.kind}: {seen}recovered after {fault.recover_s:.2f} s" + (
-        fault.told and f"; {fault.told}"
-    )
+    told = f"; {fault.told}" if fault.told else ""
+    return f"  step {fault.step}: {fault.kind}: {seen}recovered after {fault.recover_s:.2f} s{told}"
 
 
 def _table(outcome: Outcome) -> list[str]:
@@ -235,11 +237,20 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _verdict(outcome: Outcome) -> list[str]:
-    compared = outcome.differences
-    equal = {True: "not compared with the run without faults: its results depend on which worker is first"}
-    told = equal.get(compared is None) or ("equal to the run without faults, bit for bit" if not compared else "")
-    left = [f"left behind: process {process}" for process in outcome.left]
-    return [*([told] if told else []), *(f"not equal: {line}" for line in compared or ()), *left]
+    if outcome.differences is None:
+        compared = ["not compared with the run without faults: results depend on which worker is first"]
+    else:
+        compared = [f"not equal: {line}" for line in outcome.differences] or [
+            "equal to the run without faults, bit for bit"
+        ]
+    return [*_samples(outcome.balance), *compared, *(f"left behind: process {process}" for process in outcome.left)]
+
+
+def _samples(balance: Balance) -> list[str]:
+    counts = ", ".join(f"{count:,} {name}" for name, count in balance.counts.items())
+    again = f"; {balance.redone:,} were issued again, and count once" if balance.redone else ""
+    told = [f"lost or twice: {problem}" for problem in balance.problems] or ["0 lost, 0 twice"]
+    return [f"samples: {counts}{again}", *told]
 
 
 def _data(outcome: Outcome) -> dict[str, Any]:

@@ -45,10 +45,17 @@ def test_a_run_goes_on_from_faults_in_one_process(hybridflow: Callable[..., Outc
 def test_a_run_that_does_not_end_as_the_one_without_faults_is_told(
     hybridflow: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    once = with_keys(LOCAL, reward={"retries": 0, "workers": 1})  # the call that its process dies at is a failed row
-    code, told = chaos(hybridflow, tmp_path, once, "--kinds", "kill-reward")
+    (tmp_path / "leaving.py").write_text(
+        "import subprocess\n"
+        "started = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "def score(response): return float(len(response))\n"
+    )
+    # Without a retry, the call that its process dies at is a failed row.
+    reward = {"functions": [f"{tmp_path / 'leaving.py'}:score"], "retries": 0, "workers": 1}
+    code, told = chaos(hybridflow, tmp_path, with_keys(LOCAL, reward=reward), "--kinds", "kill-reward")
     assert code == 1
     assert told["differences"]
+    assert any("sleep 60" in process for process in told["left"])
     assert [fault["problem"] for fault in told["faults"]] == [""], "it went on, with a row less"
 
 
