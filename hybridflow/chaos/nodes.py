@@ -38,5 +38,4 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._popen.stdin.close()
-        self._popen.wait()
+        self._popen.communicate()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 __all__ = ["Line", "Training", "newest_step"]
 
 TAIL_BYTES = 1 << 16
+REST_S = 1.0
 
 
 class Line(NamedTuple):
@@ -33,7 +34,8 @@ class Training:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         options = {"text": True, "errors": "replace", "start_new_session": True}
         self._popen = subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload]
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -42,13 +44,15 @@ class Training:
 
     @property
     def code(self) -> int | None:
-        """Its exit code when it has ended."""
+        """Its exit code when it has ended; then ``lines`` are complete, unless what it has started goes on printing."""
         code: int | None = self._popen.poll()
+        if code is not None:
+            self._reader.join(REST_S)
         return code
 
     def _read(self) -> None:
-        with self.log.open("a", encoding="utf-8") as log:
-            for text in self._popen.stdout:
+        with self.log.open("a", encoding="utf-8") as log, self._popen.stdout as lines:
+            for text in lines:
                 self.lines.append(Line(time.monotonic(), text.rstrip("\n")))
                 log.write(text)
                 log.flush()
