@@ -67,8 +67,8 @@ class SmallDisk(Disk):
             raise UserError(
                 f"chaos: fill-disk needs a mount namespace of its own, which is refused here ({told}); leave it out"
             )
-        pid = str(self._holder.pid)
-        self.enter = ("nsenter", "--user", "--mount", "--preserve-credentials", f"--wd={Path.cwd()}", "--target", pid)
+        inside = ("nsenter", "--user", "--mount", "--preserve-credentials", "--target", str(self._holder.pid))
+        self.enter = (*inside, "sh", "-c", 'cd "$0" && exec "$@"', str(Path.cwd()))  # nsenter's --wd is a place outside
 
     def __exit__(self, *_: object) -> None:
         shutil.copytree(self.seen(self.folder), self.folder, dirs_exist_ok=True)

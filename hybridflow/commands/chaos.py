@@ -35,7 +35,7 @@ LONGEST_S = 900.0
 """of the run in peace"""
 PATIENCE_S = 10.0
 POLL_S = 0.05
-DISK_BYTES = 1 << 28
+SPARE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,13 @@ def _missing(need: str, request: Request, config: RunConfig) -> str:
         "spare": "" if config.checkpoint.keep > 1 else "it keeps one checkpoint; set checkpoint.keep = 2 or more",
         "disk": "" if sys.platform == "linux" else "only Linux lets a user have a small disk",
         "rewards": "" if _calls_rewards(config) else "it calls no reward functions in processes of their own",
-        "environments": ""
-        if config.environment and config.environment.processes
-        else "it has no processes of environments",
+        "environments": "" if _has_processes(config) else "it has no processes of environments",
     }
     return found[need]
+
+
+def _has_processes(config: RunConfig) -> bool:
+    return config.environment is not None and config.environment.processes > 0
 
 
 def _calls_rewards(config: RunConfig) -> bool:
@@ -191,7 +193,8 @@ def _under_faults(request: Request, config: RunConfig, folder: Path, kinds: Sequ
     place, run_dir = folder / "faults", folder / "faults" / "run"
     _say(f"under faults: {run_dir}")
     with ExitStack() as stack:
-        disk = stack.enter_context(SmallDisk(place, DISK_BYTES) if "fill-disk" in kinds else Disk(place))
+        room = SPARE_BYTES + (len(faults) + 2) * _size(folder / "clean")  # checkpoints of each fault may be set aside
+        disk = stack.enter_context(SmallDisk(place, room) if "fill-disk" in kinds else Disk(place))
         nodes = stack.enter_context(Nodes(request.nodes, _slots(config), disk.enter)) if request.nodes else None
         arguments = [*_arguments(request, run_dir, nodes), "--restarts", str(2 * len(faults))]
         trial = Trial(arguments, run_dir, disk, nodes, folder / "faults.log", step_s)
@@ -200,7 +203,15 @@ def _under_faults(request: Request, config: RunConfig, folder: Path, kinds: Sequ
             _say(_line(fault))
             befallen.append(fault)
     found = differences(folder / "clean", run_dir) if _exact(config) else None
-    return Outcome(befallen, trial.left, found, balance(RunDirectory(run_dir).ledger))
+    return Outcome(befallen, trial.left, found, _balance(RunDirectory(run_dir).ledger))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _balance(ledger: Path) -> Balance:
+    return balance(ledger) if ledger.exists() else Balance(0, 0, 0, 0, {}, ["there is no ledger: the run never began"])
 
 
 def _exact(config: RunConfig) -> bool:

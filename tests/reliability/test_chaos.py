@@ -100,8 +100,9 @@ def test_rewards_of_environments_and_folders_that_exist_are_refused(
     assert out.code == 2 and "run-chaos is there already" in out.err
 
 
-def test_the_small_disk_is_full_at_will_and_leaves_its_files(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
+def test_the_small_disk_is_full_at_will_and_leaves_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("small")
     with SmallDisk(folder, 1 << 20) as disk:
 
         def write(name: str) -> int:
