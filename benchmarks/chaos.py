@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from hybridflow.core.config import to_toml
+from hybridflow.core.config import toml_value
 
 TINY = {"fresh": {"hidden_size": 32}, "optimizer": {"lr": 1e-3}}
 SAVED = {"every": 1, "keep": 3}
@@ -110,13 +110,19 @@ CASES = {
 }
 
 
-def run(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
-    """The exit code of ``hybridflow chaos``, and what it printed."""
+def written(name: str, folder: Path) -> Path:
+    """The configuration of a case, in a file."""
     case, place = CASES[name], folder / name.replace(" ", "-").replace(",", "")
     config = {**case.config, "run_dir": str(place), "train": {**case.config["train"], "steps": case.steps}}
     file = place.with_suffix(".toml")
-    file.write_text(to_toml(config))
-    chaos = [sys.executable, "-m", "hybridflow.cli", "chaos", str(file), "--json"]
+    file.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in config.items()))
+    return file
+
+
+def run(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code of ``hybridflow chaos``, and what it printed."""
+    case = CASES[name]
+    chaos = [sys.executable, "-m", "hybridflow.cli", "chaos", str(written(name, folder)), "--json"]
     given = {"--kinds": ",".join(case.kinds), "--faults": case.faults, "--nodes": case.nodes}
     command = [*chaos, *(str(word) for pair in given.items() for word in pair)]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -29,7 +29,7 @@ from hybridflow.telemetry.graph_tables import aligned
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 
-__all__ = ["Request", "chaos"]
+__all__ = ["Request", "chaos", "planned"]
 
 LONGEST_S = 900.0
 """of the run in peace"""
@@ -71,7 +71,7 @@ def chaos(request: Request, as_json: bool) -> int:
     """Print a table of faults and the verdict. The exit code: 1 if anything was lost, made twice, unequal or not gone on
     from."""
     config = load_config(request.config, request.overrides)
-    kinds = _kinds(request, config)
+    kinds = planned(request, config)
     folder = request.out or Path(f"{config.run_dir}-chaos")
     if folder.exists():
         raise UserError(f"chaos: {folder} is there already; remove it, or give another folder with --out")
@@ -82,8 +82,8 @@ def chaos(request: Request, as_json: bool) -> int:
     return 0 if outcome.good else 1
 
 
-def _kinds(request: Request, config: RunConfig) -> list[str]:
-    """Those that were asked for, or may befall the run. UserError: they can't."""
+def planned(request: Request, config: RunConfig) -> list[str]:
+    """The kinds that were asked for, or else may befall the run. UserError: they can't."""
     _check(request, config)
     missing = {name: why for name, kind in KINDS.items() if (why := _missing(kind.needs, request, config))}
     for name in request.kinds:

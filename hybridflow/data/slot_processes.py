@@ -28,6 +28,8 @@ from hybridflow.data.slots import Ended, Slots
 __all__ = ["SlotProcesses", "make_slots"]
 
 Spaces = tuple[Any, Any]
+START_S = 120.0
+"""what a child may take at least to import and make its environments"""
 
 
 def make_slots(
@@ -100,7 +102,7 @@ class SlotProcesses:
                 numbers = [own[place] for place in theirs[::each]]
                 begun = {slot: saved[slot] for slot in numbers if slot in saved}
                 self._send(child, ("open", numbers, begun, file.name, self.observations.shape, theirs))
-            counts = [self._answer(child) for child in range(count)]
+            counts = [self._answer(child, START_S) for child in range(count)]
         self.observations = self.observations[: len(own)]
         self.num_steps = np.zeros(len(own), np.int64)
         if self.agents is not None:
@@ -156,10 +158,11 @@ class SlotProcesses:
         except BrokenPipeError as error:
             raise self._died(child) from error
 
-    def _answer(self, child: int) -> Any:
+    def _answer(self, child: int, at_least_s: float = 0.0) -> Any:
+        patience_s = max(at_least_s, self.config.timeout_s)
         try:
-            if not self._pipes[child].poll(self.config.timeout_s):
-                raise self._hangs(child)
+            if not self._pipes[child].poll(patience_s):
+                raise self._hangs(child, patience_s)
             answer = self._pipes[child].recv()
         except (EOFError, ConnectionResetError) as error:
             raise self._died(child) from error
@@ -167,10 +170,10 @@ class SlotProcesses:
             raise answer
         return answer
 
-    def _hangs(self, child: int) -> WorkerError:
+    def _hangs(self, child: int, patience_s: float) -> WorkerError:
         self._children[child].kill()
         who = f"environment {self.config.id!r}: process {child} of {len(self._pipes)}"
-        return WorkerError(f"{who} did not answer for {self.config.timeout_s:g} s (environment.timeout_s)")
+        return WorkerError(f"{who} did not answer for {patience_s:g} s (environment.timeout_s)")
 
     def _died(self, child: int) -> WorkerError:
         self._children[child].join(1)

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from conftest import REVERSE, Outcome, with_keys, written
 
+from hybridflow.chaos.kinds import KINDS
+from hybridflow.commands.chaos import Request, planned
+from hybridflow.config import load_config
+
 ROOT = Path(__file__).parent.parent.parent
 SPEC = importlib.util.spec_from_file_location("chaos_cases", ROOT / "benchmarks" / "chaos.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -73,9 +77,10 @@ def test_runs_go_on_from_every_fault_and_end_as_without(name: str, tmp_path: Pat
     assert code == 0
 
 
-def test_the_matrix_has_sixty_faults_of_every_kind_on_all_runtimes() -> None:
-    from hybridflow.chaos.kinds import KINDS
-
+def test_the_matrix_has_sixty_faults_of_every_kind_on_all_runtimes(tmp_path: Path) -> None:
+    for name, case in MATRIX.CASES.items():
+        request = Request(MATRIX.written(name, tmp_path), (), 1, case.faults, case.kinds, case.nodes, None)
+        assert planned(request, load_config(request.config, [])) == list(case.kinds)
     assert sum(case.faults for case in MATRIX.CASES.values()) >= 60
     assert {kind for case in MATRIX.CASES.values() for kind in case.kinds} == KINDS.keys()
     assert all(case.faults >= len(case.kinds) for case in MATRIX.CASES.values()), "each kind at least once"
