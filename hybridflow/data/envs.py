@@ -66,7 +66,7 @@ class EnvironmentConfig(Config):
     processes: int = Field(0, ge=0)
     """child processes of each sampler that step environments side by side, if a step takes over 0.1 ms; 0: none"""
     timeout_s: float = Field(120, gt=0)
-    """a child process that doesn't answer for so long, when it has started, is lost, and the run ends; --restarts goes on"""
+    """a child process that is silent for so long, once it has started, is lost, and the run ends; --restarts goes on"""
     wrappers: tuple[dict[str, Any], ...] = ()
     """around it, from the inside, of gymnasium.wrappers or elsewhere: { name = "FrameStackObservation", stack_size = 4 },
     { name = "minigrid.wrappers:ImgObsWrapper" }, ..."""
