@@ -173,6 +173,8 @@ def test_the_newest_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
     assert newest_step(metrics) == 0
     metrics.write_text('{"step": 7, "a": 1}\n{"step": 8, "a"')
     assert newest_step(metrics) == 7
+    metrics.write_text('{"step": 7, "a": 1}\n{"step": 8, "a": 1}\n')
+    assert newest_step(metrics) == 8
     metrics.write_text('{"step": 1}\n' + json.dumps({"step": 2, "a": "x" * 100_000}) + '\n{"step": 3}\n')
     assert newest_step(metrics) == 3
 
