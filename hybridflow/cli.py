@@ -7,6 +7,7 @@ mistake (told in one line each), 130 interrupted, 143 asked to end (SIGTERM), af
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         return 130
-    except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not (exhausted := _exhausted(error)):
             raise
-        return _fail(str(ResourceError(MEMORY)))
+        return _fail(str(ResourceError(exhausted)))
 
 
 RESUME = "go on from a checkpoint, by default the newest; auto: the newest that is whole or, if there is none, the start"
@@ -95,6 +96,16 @@ what a task's seconds are made of:
   data        gradients and weights between copies             optimizer   its states through memory
   call        what each call and each update costs besides     own         tasks without a model
 """
+
+
+DISK = "the disk is full; what was saved before is untouched. Free some space, then go on with train ... --resume auto"
+
+
+def _exhausted(error: Exception) -> str:
+    """What to do about it, if there is too little memory or room on a disk."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename}: {DISK}" if error.filename else DISK
+    return MEMORY if _out_of_memory(error) else ""
 
 
 def _out_of_memory(error: Exception) -> bool:

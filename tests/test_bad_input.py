@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REVERSE, Outcome, with_keys
+from conftest import REVERSE, Outcome, with_keys, written
 
 from hybridflow import checkpoint
 from hybridflow.core.errors import ResourceError
@@ -503,3 +503,13 @@ def test_what_a_process_holds_of_the_cache_counts(
         outcome = hybridflow("graph", path)
         assert outcome.code == code, outcome
     assert "over kv_cache_gb" in one_line(outcome)
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_written(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridflow.launch.train", lambda *_: Path("/dev/full").write_text("a step"))
+    out = hybridflow("train", written(tmp_path, REVERSE))
+    assert out.code == 2
+    assert out.err.startswith("error: the disk is full; what was saved before is untouched. Free some space, then go on ")
+    assert out.err.count("\n") == 1
