@@ -52,17 +52,15 @@ REPLAY: dict[str, Any] = {
     "replay": {"capacity": 2000, "batch_size": 16, "warmup": 64, "priority": 0.6},
 }
 del REPLAY["ppo"]
-PATIENCE = {"deadline_s": 8.0}
 APART = {
-    "recovery": PATIENCE,
     "runtime": {"kind": "ray", "slots": 3},
     "placement": {
         "pools": {"learning": 2, "sampling": 1},
         "roles": {"actor": "learning", "reward": "sampling", "sampler": "sampling"},
     },
 }
-TOGETHER = {"recovery": PATIENCE, "runtime": {"kind": "ray", "slots": 2}, "placement": {"pools": {"main": 2}}}
-SPREAD = {"recovery": PATIENCE, "runtime": {"kind": "ray"}, "placement": {"pools": {"main": [1, 1]}}}
+TOGETHER = {"runtime": {"kind": "ray", "slots": 2}, "placement": {"pools": {"main": 2}}}
+SPREAD = {"runtime": {"kind": "ray"}, "placement": {"pools": {"main": [1, 1]}}}
 ASYNC = {
     **CARTPOLE,
     "algorithm": "impala",
