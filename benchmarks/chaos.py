@@ -61,16 +61,18 @@ APART = {
 }
 TOGETHER = {"runtime": {"kind": "ray", "slots": 2}, "placement": {"pools": {"main": 2}}}
 SPREAD = {"runtime": {"kind": "ray"}, "placement": {"pools": {"main": [1, 1]}}}
-ASYNC = {
+ASYNC: dict[str, Any] = {
     **CARTPOLE,
     "algorithm": "impala",
     "environment": {**CARTPOLE["environment"], "workers": 2},
-    **TOGETHER,
+    "train": {},
+    "runtime": {"kind": "ray", "slots": 3},
     "placement": {
         "pools": {"learning": 1, "acting": 2},
         "roles": {"actor": "learning", "critic": "learning", "sampler": "acting"},
     },
 }
+del ASYNC["ppo"]
 
 DRIVER = ("kill-driver", "kill-driver-saving", "terminate-driver", "pause-driver", "kill-everything")
 FILES = ("flip-checkpoint", "truncate-checkpoint", "delete-checkpoint-file", "delete-manifest", "fill-disk")
