@@ -151,7 +151,10 @@ class Policy:
         if observations.dtype != space.dtype and not np.can_cast(observations.dtype, space.dtype, "same_kind"):
             raise DataError(f"observations of type {observations.dtype}: expected {space.dtype}, as in {space}")
         batch = observations.astype(space.dtype, copy=False)
-        return (batch[None] if one else batch), one
+        batch = batch[None] if one else batch
+        if self.agents is not None and self.agents.numbered:
+            _check_named(batch, self.agents.names)
+        return batch, one
 
     def episode(self, number: int, options: Mapping[str, Any] | None = None) -> Iterator[Moment]:
         """Play episode ``number`` of the run's evaluations, with further ``options`` of the environment: its moments, from
@@ -188,3 +191,12 @@ class Policy:
                 yield Moment(slot.environment, slot.observation, float(slot.returns.sum()), slot.num_steps, ended)
         finally:
             slot.close()
+
+
+def _check_named(batch: Array, names: Sequence[str]) -> None:
+    """DataError if a row doesn't end with the one-hot number of an agent."""
+    who = batch[:, -len(names) :]
+    wrong = np.flatnonzero(((who == 1).sum(1) != 1) | ((who != 0).sum(1) != 1))
+    if len(wrong):
+        expected = f"expected that its last {len(names)} numbers are the one-hot number of one of {', '.join(names)}"
+        raise DataError(f"observation {wrong[0]} names no agent: {expected}")

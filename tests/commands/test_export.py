@@ -18,8 +18,10 @@ from hybridflow.build_networks import actor_networks, main_network
 from hybridflow.commands import export as module
 from hybridflow.commands.export import run_onnx, write_onnx
 from hybridflow.config import validate
-from hybridflow.core.errors import ModelError
+from hybridflow.core.errors import DataError, ModelError
 from hybridflow.data.envs import EnvironmentConfig
+from hybridflow.models.agent_groups import GroupedPolicy
+from hybridflow.models.nets import CategoricalPolicy, NetConfig
 from hybridflow.policy import Policy
 
 Program = Callable[..., Outcome]
@@ -167,6 +169,25 @@ def test_random_observations_are_those_of_each_group(hybridflow: Program, tmp_pa
         assert rows[:, :seen].any(0).all()
         log_probs = policy.network.distribution(torch.from_numpy(rows)).log_probabilities
         torch.testing.assert_close(policy.network._everywhere(torch.from_numpy(rows)).log_probabilities, log_probs)
+        assert policy.act(rows).shape == (200,)
+    for nobody in (0, [1, 1], [0.5, 0.5]):
+        rows[3, -2:] = nobody
+        with pytest.raises(DataError, match=r"observation 3 names no agent: .* last 2 numbers .* speaker_0, listener_0"):
+            policy.act(rows)
+
+
+@pytest.mark.parametrize("agent_id", [False, True])
+def test_every_network_on_every_row_gives_what_each_gives_on_its_own(agent_id: bool) -> None:
+    """Agents 0 and 2 see three numbers and have two actions, agent 1 sees five and has four."""
+    net, random = NetConfig(hidden=(8,)), torch.Generator().manual_seed(0)
+    sizes = ((3, 2), (5, 4))
+    boxes = [spaces.Box(-9, 9, (seen + 3 * agent_id,), np.float32) for seen, _ in sizes]
+    networks = [CategoricalPolicy(box, done, 1.0, net, random) for box, (_, done) in zip(boxes, sizes, strict=True)]
+    grouped = GroupedPolicy(networks, [[0, 2], [1]], [3, 5], 4, agent_id)
+    rows = torch.cat([torch.randn(30, 5, generator=random), torch.eye(3).repeat(10, 1)], 1)
+    expected = grouped.distribution(rows).log_probabilities
+    assert torch.isinf(expected).sum() == 20 * 2
+    torch.testing.assert_close(grouped._everywhere(rows).log_probabilities, expected)
 
 
 def test_an_impossible_action_is_no_tie() -> None:
