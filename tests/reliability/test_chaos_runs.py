@@ -32,6 +32,7 @@ def chaos(hybridflow: Callable[..., Outcome], folder: Path, config: dict[str, An
     return out.code, json.loads(out.out)
 
 
+@pytest.mark.timeout(400)
 def test_a_run_goes_on_from_faults_in_one_process(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
     kinds = ["pause-driver", "kill-reward", "kill-driver-saving"]
     code, told = chaos(hybridflow, tmp_path, LOCAL, "--kinds", ",".join(kinds), "--seed", "2")
