@@ -110,6 +110,7 @@ def make_runtime(config: RunConfig) -> Runtime:
         threads=config.threads,
         timeout_s=given.timeout_s,
         gpus=config.torch_device.type == "cuda",
+        recovery=config.recovery,
     )
 
 

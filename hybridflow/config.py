@@ -50,6 +50,7 @@ from hybridflow.config_sections import (
     TrainedConfig,
     section_of,
 )
+from hybridflow.controller.recovery import RecoveryConfig
 from hybridflow.core.config import Config, apply_overrides, parse, read_toml, to_toml
 from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.placement import Placement, ResourcePool
@@ -140,6 +141,8 @@ class RunConfig(Config):
     """checks of every step, each by name: kl = "stop", or kl = { limit = 5, steps = 1, action = "stop" }"""
     runtime: RuntimeConfig = RuntimeConfig()
     placement: PlacementConfig = PlacementConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    """when workers are lost: max_restarts (0: end the run), deadline_s to answer, on_stall (restart or stop)"""
 
     @property
     def torch_device(self) -> torch.device:
@@ -166,7 +169,7 @@ class RunConfig(Config):
         }
         read -= set() if self._has_critic else {"critic"}
         read |= {"loss"} if "objective" in roles else set()
-        read |= {"placement"} if self.runtime.kind == "ray" else set()
+        read |= {"placement", "recovery"} if self.runtime.kind == "ray" else set()
         if self.environment is not None:
             return read | {"environment", *method.reads}
         if method.records == "pairs":

@@ -27,7 +27,7 @@ OWN = 'give the sampler one of its own, such as pools = {{ learner = 1, envs = {
 
 def all_sections(config: RunConfig) -> set[str]:
     """The names of all sections that a configuration may have."""
-    return {name.split(".")[0] for name, *_ in keys(type(config)) if "." in name} | set(ALGORITHMS)
+    return {name.split(".")[0] for name, *_ in keys(type(config)) if "." in name} | {*ALGORITHMS, "recovery"}
 
 
 def conflicts_of(config: RunConfig) -> Iterator[str]:
@@ -223,7 +223,8 @@ def _section_conflicts(config: RunConfig) -> Iterator[str]:
     elif given[0] not in inputs:
         yield f"algorithm = {config.algorithm!r} runs on {' or '.join(f'[{name}]' for name in inputs)}, not on [{given[0]}]"
     else:
-        for name in sorted((config.model_fields_set & all_sections(config)) - config.sections() - {"placement"}):
+        of_ray = {"placement", "recovery"}  # see _sections_of_ray
+        for name in sorted((config.model_fields_set & all_sections(config)) - config.sections() - of_ray):
             yield f"[{name}] is set, but {config.algorithm} on [{given[0]}] doesn't read it; remove the section"
 
 
@@ -248,8 +249,15 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
         yield from [] if problems else (*_generation_conflicts(config), *_pool_of_replay_conflicts(config))
     else:
         yield from dict.fromkeys(_shard_ranks_conflicts(config))
-    if config.runtime.kind == "local" and "placement" in config.model_fields_set:
-        yield 'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray" or remove it'
+    yield from _sections_of_ray(config)
+
+
+def _sections_of_ray(config: RunConfig) -> Iterator[str]:
+    if config.runtime.kind == "ray":
+        return
+    for name, found in (("placement", "runs every role in this process"), ("recovery", "has no worker processes to lose")):
+        if name in config.model_fields_set:
+            yield f'{name}: runtime.kind = "local" {found}; set runtime.kind = "ray" or remove it'
 
 
 def _shard_conflicts(config: RunConfig) -> Iterator[str]:

@@ -212,6 +212,17 @@ class Checkpointer:
         if self.every and step.number % self.every == 0 and not self.doubtful():
             self.save(step.number)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way."""
+        return self._writing is not None
+
+    def forget(self) -> None:
+        """Drop the checkpoint under way, which can't be completed any more; steps may come again."""
+        if self._writing is not None:
+            shutil.rmtree(self._writing.partial, ignore_errors=True)
+        self.last, self._writing = -1, None
+
     def save(self, step: int) -> None:
         """Begin to save after ``step``, the last one that was made, once."""
         if step == self.last:

@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import Console
 
 from hybridflow import checkpoint
-from hybridflow.build import Run, build
+from hybridflow.build import Run
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
 from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
 from hybridflow.core.resident import MemoryMeter
 from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter, Watch
 from hybridflow.ledger import Ledger
+from hybridflow.recovery import Recovery, build_again
 from hybridflow.stopping import Stopping
 from hybridflow.telemetry.console import RunConsole
 from hybridflow.telemetry.guards import Guards
@@ -69,7 +70,7 @@ def _resumed(path: Path, resume: str) -> checkpoint.Checkpoint | None:
 
 def _build_and_train(config: RunConfig, exists: bool, saved: checkpoint.Checkpoint | None, until: int | None) -> int:
     path, memory = Path(config.run_dir), MemoryMeter()
-    run = build(config)
+    run = build_again(config)
     try:
         directory = _directory(path, config, exists)
         if saved is None:
@@ -87,13 +88,25 @@ def _build_and_train(config: RunConfig, exists: bool, saved: checkpoint.Checkpoi
 def _train(
     run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None, memory: MemoryMeter, until: int | None
 ) -> int:
-    trainer, config = run.trainer, run.config
+    recovery, aside = Recovery(run, directory.recoveries, directory.checkpoints), list[str]()
+    with contextlib.closing(recovery):
+        recovery.begin(lambda: _begin(run, directory, saved))
+        if saved is not None:
+            aside = checkpoint.set_aside(directory.checkpoints, saved.step)
+        return _run(run, directory, memory, recovery, until, aside)
+
+
+def _begin(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None) -> None:
     with checkpoint.marker(directory.checkpoints) as file:
         run.runtime.sees(file)
-    aside = []
     if saved is not None:
         run.load(saved)
-        aside = checkpoint.set_aside(directory.checkpoints, saved.step)
+
+
+def _run(
+    run: Run, directory: RunDirectory, memory: MemoryMeter, recovery: Recovery, until: int | None, aside: list[str]
+) -> int:
+    trainer, config = run.trainer, run.config
     start, steps = trainer.step, config.train.steps
     title = f"{config.algorithm} · {config.run_dir}"
     with (
@@ -104,37 +117,52 @@ def _train(
     ):
         evaluator = _evaluator(run, console, timeline)
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
-        saving = (folder, given.every, given.keep, timeline, given.keep_best, -1 if saved is None else start)
-        checkpointer = Checkpointer(ledger.saving(run.save), run.runtime.saved, *saving, guards.doubtful)
+        saving = (folder, given.every, given.keep, timeline, given.keep_best, start or -1)
+        checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
         watch = (ledger, Reporter(tracker, console, timeline, memory), Watch(guards, console))
         trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
+        recovery.watch(checkpointer, console.note, ledger.rewind, lambda step: _rewind(step, tracker, timeline, guards))
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
-            exporter.run(start)
+            recovery.go_on(lambda: exporter.run(start))
             trainer.hooks = [*trainer.hooks, exporter]
-        console.note(run.parts.describe())
+        trainer.hooks = [*trainer.hooks, recovery]
+        console.note(recovery.go_on(run.parts.describe))
         if aside:
             console.note(f"later checkpoints are no past of this run any more: renamed to {', '.join(aside)}", "yellow")
         if evaluator and start == 0:
-            metrics = evaluator.run(0).metrics()
+            metrics = recovery.go_on(lambda: evaluator.run(0)).metrics()
             _check_best(given.keep_best, metrics)
             tracker.log(0, metrics)
-        stopping = Stopping(trainer, console, given.deadline_s, folder)
-        with _saying_where_to_go_on(folder), checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
+
+        def work() -> None:
             trainer.train(steps if until is None else min(until, steps))
             if given.every or trainer.step < steps:
                 checkpointer.save(trainer.step)
                 checkpointer.finish(trainer.step)
+            if trainer.step >= steps:
+                _finish(run, directory, console)
+
+        stopping = Stopping(trainer, console, given.deadline_s, folder)
+        with _saying_where_to_go_on(folder), checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
+            recovery.go_on(work)
         if trainer.step < steps:
             console.note(f"{stopping.word} after step {trainer.step}/{steps}; saved; go on with --resume")
             return stopping.code
-        _finish(run, directory, console)
     return 0
 
 
 def _check_best(name: str | None, metrics: Mapping[str, float]) -> None:
     if name is not None and name not in metrics:
         raise ConfigError([f"checkpoint.keep_best = {name!r}: evaluations have {', '.join(sorted(metrics))}"])
+
+
+def _rewind(step: int, tracker: Tracker, timeline: Timeline, guards: Guards) -> None:
+    """What is recorded of later steps is dropped: they come again."""
+    timeline.close()
+    tracker.rewind(step)
+    timeline.open()
+    guards.begin()
 
 
 def _evaluator(run: Run, console: RunConsole, timeline: Timeline) -> Evaluator | None:

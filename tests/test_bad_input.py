@@ -113,6 +113,7 @@ def one_line(outcome: Outcome) -> str:
             {"placement": {"roles": {"actor": "main"}}},
             'placement: runtime.kind = "local" runs every role in this process; set runtime.kind = "ray"',
         ),
+        ({"recovery": {"max_restarts": 1}}, 'recovery: runtime.kind = "local" has no worker processes to lose; set'),
         ({"runtime": {"kind": "rai"}}, "runtime.kind = 'rai': input should be 'local' or 'ray'"),
         ({"runtime": {"address": "auto"}}, 'runtime: address has no effect with kind = "local"; set kind = "ray"'),
         ({"runtime": {"slots": 4, "timeout_s": 5}}, 'slots, timeout_s has no effect with kind = "local"'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ ENVIRONMENT = {"RAY_max_direct_call_object_size": str(RAY_INLINES)}
 WORKER = "HYBRIDFLOW_WORKER"
 """in a worker's environment, for those who look at it from outside: pool/rank"""
 PING_S = 2.0
+RETRY_S = 1.0
 KNOCK_S = 5.0
 
 
@@ -82,6 +84,24 @@ def reserve(pools: Sequence[ResourcePool], resource: str) -> dict[str, Placement
                 "another job may be using the rest: wait for it, or ask for fewer workers"
             )
     return reserved
+
+
+def reserve_again(
+    rooms: Mapping[str, PlacementGroup], pools: Sequence[ResourcePool], resource: str, patience_s: float
+) -> dict[str, PlacementGroup]:
+    """New rooms for those of ``pools`` that were on a machine which is gone. UserError if there are none within
+    ``patience_s``: a machine may come back, or another one join."""
+    there, until = {node["NodeID"] for node in ray.nodes() if node["Alive"]}, time.monotonic() + patience_s
+    gone = [pool for pool in pools if not there.issuperset(homes({"": rooms[pool.name]})[""])]
+    for pool in gone:
+        remove_placement_group(rooms[pool.name])
+    while True:
+        try:
+            return reserve(gone, resource)
+        except UserError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_S)
 
 
 def _check_room(pools: Sequence[ResourcePool], resource: str) -> None:
@@ -144,6 +164,10 @@ class WorkerGroup:
         """References that are there when a process is ready."""
         return [process.join.remote(address, peers) for process in self.processes]
 
+    def meet(self, peers: dict[tuple[str, int], Any]) -> list[Any]:
+        """As ``join``, for processes that were there before."""
+        return [process.meet.remote(peers) for process in self.processes]
+
     def name(self, rank: int) -> str:
         return f"worker {rank} of pool {self.pool.name!r}"
 
@@ -155,11 +179,10 @@ class WorkerGroup:
         """Where a process stands."""
         return _answer(self.processes[rank].stacks.remote()) or "it does not answer"
 
-    def kill(self) -> None:
-        """End the processes at once."""
+    def end(self) -> None:
+        """End the processes at once; their room stays."""
         for process in self.processes:
             ray.kill(process)
-        remove_placement_group(self.room)
 
 
 def _answer(reference: Any) -> str | None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.controller.cores import Share, stay
 from hybridflow.controller.manifest import Manifest, Output, describe, weights
+from hybridflow.controller.shelf import located
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
 from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
@@ -201,6 +203,13 @@ class Process:
             dist.init_process_group(backend, store=self.store, rank=self.setup.rank, world_size=size, timeout=timeout)
         return os.getpid()
 
+    def meet(self, peers: Mapping[tuple[str, int], Any]) -> int:
+        """Others are there than before; the process's id. What roles have measured of calls that failed is forgotten."""
+        self.peers = peers
+        for _, _, context in self.roles.values():
+            context.metrics.clear()
+        return os.getpid()
+
     def add(self, role: Role[Any], mesh: Mesh) -> None:
         """Build the worker of a role. Processes of the pool that the role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
@@ -248,6 +257,7 @@ class Process:
 
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""
+        arguments = tuple(located(a, self.node) if isinstance(a, Path) else a for a in arguments)
         with self._working(f"{role}.{method}"):
             if role not in self.sources and method not in NEED_NO_MODEL:  # a sampler's own affairs need no weights
                 self._make_room(role, method)
@@ -376,6 +386,12 @@ class Process:
     def pause(self, paused: bool) -> None:
         """Stop the main lane before its next piece of work, or let it go on."""
         self.going.clear() if paused else self.going.set()
+
+    @lane
+    def held_bytes(self) -> tuple[str, int]:
+        """This machine's node, and what the process has in memory; on a GPU, there."""
+        gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        return self.node, max(resident_bytes(), gpu)
 
     @lane
     def stacks(self) -> str:

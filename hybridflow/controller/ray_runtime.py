@@ -5,7 +5,8 @@
 
 Columns never pass through the driver unless the program reads them. Calls on different pools run side by side as soon as
 their inputs are there; calls on one pool run in the order in which the program makes them. Whatever the driver waits for,
-it watches every task that is open: the first that fails ends all processes and is raised here.
+it watches every task that is open: the first that fails is raised here (``ray_tasks.py``). Processes that are lost can be
+made anew (``mend``): roles are data, so what they were at first is known.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.cores import Share
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
-from hybridflow.controller.ray_group import WorkerGroup, connect, homes, reserve, shares
+from hybridflow.controller.ray_group import WorkerGroup, connect, homes, reserve, reserve_again, shares
 from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
+from hybridflow.controller.ray_tasks import OpenTasks, Task
+from hybridflow.controller.recovery import NEVER, RecoveryConfig
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Held, Lazy, Loaded, Source
-from hybridflow.core.errors import ContractError, HybridFlowError, UserError, WorkerError
+from hybridflow.core.errors import ContractError, WorkerError
+from hybridflow.core.files import Written
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Placement, ResourcePool, Rows
 from hybridflow.core.roles import Drained, Role, Verb, control_protocol, is_control
@@ -44,24 +50,6 @@ INLINE_BYTES = 64_000
 INLINE_CALL_BYTES = 128_000
 """what all copies of a call may have together; storing it once costs every rank about half a millisecond"""
 CLOSE_S = 10.0
-BLAME_S = 0.5
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Something that a process was asked to do. ``done`` gets its result."""
-
-    role: str
-    what: str
-    group: WorkerGroup
-    rank: int
-    done: Callable[[Any], None]
-    alone: bool = False
-    """a member's own, which ``drain`` doesn't wait for"""
-
-    @property
-    def who(self) -> str:
-        return f"{self.what} in {self.group.name(self.rank)}"
 
 
 class RayRuntime(KeepsState):
@@ -71,38 +59,69 @@ class RayRuntime(KeepsState):
     """
 
     def __init__(
-        self, placement: Placement, *, address: str | None, slots: int, threads: int, timeout_s: float, gpus: bool
+        self,
+        placement: Placement,
+        *,
+        address: str | None,
+        slots: int,
+        threads: int,
+        timeout_s: float,
+        gpus: bool,
+        recovery: RecoveryConfig = NEVER,
     ) -> None:
-        self.placement, self.timeout_s, self.address, self.slots = placement, timeout_s, address, slots
+        self.placement, self.address, self.slots = placement, address, slots
         self.threads, self.gpus = threads, gpus
+        self.tasks = OpenTasks(timeout_s, recovery, self.kill)
         self.roles: dict[str, Role[Any]] = {}
-        self._open: dict[Any, _Task] = {}
+        self._links: list[tuple[str, str]] = []
         self._reports: dict[int, tuple[Role[Any], str, bool, Report]] = {}
         self._number, self._driver_bytes = 0, 0
         self._held: dict[tuple[int, str], tuple[OutputRefs, Any]] = {}
-        self._in_place: set[str] = set()
+        self._published: set[tuple[str, str]] = set()
         self._buckets: dict[str, int] = {}
         self._methods: dict[tuple[str, int, int], Any] = {}
         self.groups: dict[str, WorkerGroup] = {}
-        self._started = self.paused = False
+        self.pids: dict[tuple[str, int], int] = {}
+        """of the process of each (pool, rank), on its machine"""
+        self._rooms: dict[str, Any] = {}
+        self._unready: set[str] = set()
+        self._started = False
         self._clock_s = time.time() - time.perf_counter()
 
     def start(self) -> None:
         """Start the processes of every pool and let them find each other. The first role does it."""
         self._started = connect(self.address, self.slots)
-        pools = self.placement.pools
-        rooms = reserve(pools, "GPU" if self.gpus else "CPU")
-        dealt = shares(pools, homes(rooms))
-        for pool in pools:
+        self._rooms = reserve(self.placement.pools, self._resource)
+        self._gather({pool.name for pool in self.placement.pools})
+
+    @property
+    def _resource(self) -> str:
+        return "GPU" if self.gpus else "CPU"
+
+    def _gather(self, pools: Collection[str]) -> None:
+        """Start the processes of these pools, let all find each other, and build the roles that there are."""
+        self._unready |= set(pools)
+        dealt = shares(self.placement.pools, homes(self._rooms))
+        new = [pool for pool in self.placement.pools if pool.name in pools]
+        for pool in new:
             setups = [self._setup(pool, rank, share) for rank, share in enumerate(dealt[pool.name])]
-            self.groups[pool.name] = WorkerGroup(pool, rooms[pool.name], setups, self.gpus)
-        groups = self.groups.values()
-        addresses = {group.pool.name: group.listen() for group in groups}
-        self.peers = {(group.pool.name, rank): p for group in groups for rank, p in enumerate(group.processes)}
-        for group in groups:
-            for rank, reference in enumerate(group.join(addresses[group.pool.name], self.peers)):
-                self._track(reference, _Task("", "start", group, rank, _ignore))
+            self.groups[pool.name] = WorkerGroup(pool, self._rooms[pool.name], setups, self.gpus)
+        self.peers = {(name, rank): p for name, group in self.groups.items() for rank, p in enumerate(group.processes)}
+        addresses = {pool.name: self.groups[pool.name].listen() for pool in new}
+        for name, group in self.groups.items():
+            joining = group.join(addresses[name], self.peers) if name in pools else group.meet(self.peers)
+            for rank, reference in enumerate(joining):
+                self.tasks.add(reference, Task("start", group, rank, partial(self.pids.__setitem__, (name, rank))))
         self.ready()
+        self.tasks.watch.begin(self.peers)
+        for role in self.roles.values():
+            if self.placement.pool_of(role.name).name in pools:
+                self._add(role)
+        for learner, sampler in self._links:
+            if self.placement.pool_of(sampler).name in pools:
+                self._link(learner, sampler)
+        self.ready()
+        self._unready.clear()
 
     def _setup(self, pool: ResourcePool, rank: int, share: Share) -> Setup:
         return Setup(
@@ -112,7 +131,7 @@ class RayRuntime(KeepsState):
             threads=self.threads,
             share=share,
             folder=os.getcwd(),
-            timeout_s=self.timeout_s,
+            timeout_s=self.tasks.timeout_s,
             loopback=self.address is None,
             offload=self.placement.offload,
         )
@@ -124,31 +143,39 @@ class RayRuntime(KeepsState):
         if not self.groups:
             self.start()
         self.roles[role.name] = role
-        mesh, shipped = self.mesh(role), ray.put(role)
-        group = self._group(role.name)
-        for rank, process in enumerate(group.processes):
-            self._track(process.add.remote(shipped, mesh), _Task(role.name, f"{role.name}: start", group, rank, _ignore))
+        self._add(role)
         return cast(W, Handle(self, role))
+
+    def _add(self, role: Role[Any]) -> None:
+        mesh, shipped, group = self.mesh(role), ray.put(role), self._group(role.name)
+        for rank, process in enumerate(group.processes):
+            self.tasks.add(process.add.remote(shipped, mesh), Task(f"{role.name}: start", group, rank))
 
     def mesh(self, role: Role[Any]) -> Mesh:
         return self.placement.mesh_of(role.name, role.max_workers)
 
     def share(self, learner: str, sampler: str, /) -> None:
         """In place where both are in the same processes; otherwise the sampler gets a copy that ``publish`` renews."""
-        one, other = self.roles[learner], self.roles[sampler]
+        self._links.append((learner, sampler))
+        self._link(learner, sampler)
+
+    def _in_place(self, learner: str, sampler: str) -> bool:
         same_pool = self.placement.pool_of(learner) == self.placement.pool_of(sampler)
-        if same_pool and self.mesh(one).by_copies == self.mesh(other):
-            self._in_place.add(sampler)
+        return same_pool and self.mesh(self.roles[learner]).by_copies == self.mesh(self.roles[sampler])
+
+    def _link(self, learner: str, sampler: str) -> None:
+        if self._in_place(learner, sampler):
             self._each(sampler, f"{sampler}: start", lambda process: process.share.remote(learner, sampler))
         else:
-            shipped = ray.put(one)
+            shipped = ray.put(self.roles[learner])
             self._each(sampler, f"{sampler}: start", lambda process: process.replicate.remote(shipped, sampler))
 
     def publish(self, learner: str, sampler: str, only: int | None = None, /) -> None:
         """Send the learner's weights to the sampler, unless it reads them in place: bucket by bucket, each read while the
         next one is made. They don't pass through the driver. ``only``: to this rank of it."""
-        if sampler in self._in_place:
+        if self._in_place(learner, sampler):
             return
+        self._published.add((learner, sampler))
         role = self.roles[learner]
         group, mesh = self._group(learner), self.mesh(role)
         if learner not in self._buckets:
@@ -157,7 +184,7 @@ class RayRuntime(KeepsState):
             # Of every rank, as it may hold but a share of what those of the first copy send.
             asked = [p.weights.options(num_returns=2).remote(learner, bucket) for p in group.processes[: mesh.size]]
             for rank, (done, _) in enumerate(asked):
-                self._track(done, _Task(learner, f"{learner}.weights", group, rank, _ignore))
+                self.tasks.add(done, Task(f"{learner}.weights", group, rank))
             parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
             self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts), only)
 
@@ -167,21 +194,19 @@ class RayRuntime(KeepsState):
 
     def ready(self) -> None:
         """Wait until every role is built; WorkerError names who is missing after ``timeout_s``."""
-        self._wait(tuple(self._open))
+        self.tasks.wait(self.tasks.references)
 
     def _group(self, role: str) -> WorkerGroup:
-        if not self.groups:
+        group = self.groups.get(self.placement.pool_of(role).name)
+        if group is None:
             raise WorkerError(f"role {role!r} has no workers any more: an error or stop() ended them")
-        return self.groups[self.placement.pool_of(role).name]
+        return group
 
     def _each(self, role: str, what: str, ask: Callable[[Any], Any], only: int | None = None) -> None:
         """Ask every process of a role, or one, for something that has no result."""
         group = self._group(role)
         for rank in range(self.mesh(self.roles[role]).size) if only is None else (only,):
-            self._track(ask(group.processes[rank]), _Task(role, what, group, rank, _ignore, only is not None))
-
-    def _track(self, reference: Any, task: _Task) -> None:
-        self._open[reference] = task
+            self.tasks.add(ask(group.processes[rank]), Task(what, group, rank, alone=only is not None))
 
     # Verbs.
 
@@ -197,9 +222,11 @@ class RayRuntime(KeepsState):
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
         refs = [self._method(group, rank + (only or 0), 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
         counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
+        single = self.mesh(role).size == 1
+        needs = {refs.writer: list(refs.columns) for refs in call.outputs if refs.writer != "driver"}
         for rank, (report, *_) in enumerate(refs):
             done = self._reporting(role, where, rank in counted)
-            self._track(report, _Task(role.name, where, group, rank + (only or 0), done, alone))
+            self.tasks.add(report, Task(where, group, rank + (only or 0), done, alone, single, needs))
         collected = [refs[rank] for rank in verb.protocol.collect(mesh)]
         names = [role.rename.get(column, column) for column in writes]
         output = OutputRefs(
@@ -251,10 +278,11 @@ class RayRuntime(KeepsState):
     def fetch(self, manifest: Manifest, reference: Any, rows: Rows) -> Loaded:
         """Rows of a column for the driver."""
         node = ray.get_runtime_context().get_node_id()
-        if manifest.node not in ("", node) and len(rows) < manifest.num_rows:
-            column = unship(ray.get(self.peers[manifest.worker].fetch.remote([reference], rows)))
-        else:
-            column = local_fetch(reference, rows)
+        with self.tasks.blaming():
+            if manifest.node not in ("", node) and len(rows) < manifest.num_rows:
+                column = unship(ray.get(self.peers[manifest.worker].fetch.remote([reference], rows)))
+            else:
+                column = local_fetch(reference, rows)
         self._driver_bytes += num_bytes(column)
         return column
 
@@ -268,100 +296,16 @@ class RayRuntime(KeepsState):
             own = _own_entries(arguments, rank, mesh) if protocol is ALL_TO_ALL else arguments
             reference = group.processes[rank].control.remote(role.name, name, rank in wanted, *own)
             asked.append(reference)
-            self._track(reference, _Task(role.name, f"{role.name}.{name}", group, rank, _keeper(results, rank)))
+            keep = _keeper(results, rank)
+            self.tasks.add(reference, Task(f"{role.name}.{name}", group, rank, keep, single=mesh.size == 1))
         if inspect.signature(method).return_annotation in (None, "None"):
             return None
-        self._wait(asked)
+        self.tasks.wait(asked)
         return results[0] if protocol is None else [entry for rank in wanted for entry in results[rank]]
-
-    # Waiting.
-
-    def _wait(self, references: Collection[Any]) -> None:
-        """Until these tasks are done. An error of any open task ends everything and is raised."""
-        self._wait_first([references])
-
-    def _wait_first(self, tasks: Sequence[Collection[Any]]) -> int:
-        """Until all tasks of one of these collections are done; its number. See ``_wait``."""
-        since = time.monotonic()
-        while True:
-            missing = [[ref for ref in references if ref in self._open] for references in tasks]
-            if [] in missing:
-                return missing.index([])
-            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=1.0, fetch_local=False)
-            if ready:
-                self._settle()
-            if ready or self.paused:
-                since = time.monotonic()
-            elif time.monotonic() - since > self.timeout_s:
-                self._give_up([ref for references in missing for ref in references])
 
     def wait_any(self, batches: Sequence[Batch], /) -> int:
         """Until all columns of one of ``batches`` are there; its number."""
-        return self._wait_first([_reports(batch) for batch in batches])
-
-    def _settle(self) -> None:
-        """Take in all that is done."""
-        references = list(self._open)
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-        try:
-            values = ray.get(ready)
-        except ray.exceptions.RayError:
-            values = [self._result(reference) for reference in ready]
-        for reference, value in zip(ready, values, strict=True):
-            self._open.pop(reference).done(value)
-
-    def _result(self, reference: Any) -> Any:
-        """Of a task that is done; if it failed, its blame is raised."""
-        try:
-            return ray.get(reference)
-        except ray.exceptions.RayError as error:
-            raise self._blame(reference, error) from None
-
-    def _blame(self, reference: Any, error: Exception) -> Exception:
-        """Of the errors that come together, the one that is the cause: a death, or else the first in the program's order.
-
-        The other ranks of a group fail too when one does, or wait for it for ever, so this ends all processes. Only a
-        user's mistake in a role of one process harms nobody else: what was learned can still be saved.
-        """
-        deadline, errors = time.monotonic() + BLAME_S, {reference: error}
-        while time.monotonic() < deadline and not isinstance(error, ray.exceptions.RayActorError):
-            others = [ref for ref in self._open if ref not in errors]
-            ready, _ = ray.wait(others, num_returns=1, timeout=0.05, fetch_local=False) if others else ([], [])
-            for ref in ready:
-                try:
-                    value = ray.get(ref)
-                except ray.exceptions.RayError as another:
-                    errors[ref] = another
-                else:
-                    self._open.pop(ref).done(value)
-        order = [ref for ref in self._open if ref in errors]
-        died = [ref for ref, e in errors.items() if isinstance(e, ray.exceptions.RayActorError)]
-        first = min(died or errors, key=order.index)
-        task, cause = self._open[first], errors[first]
-        own = getattr(cause, "cause", None)
-        if isinstance(own, UserError) and task.role in self.roles and self.mesh(self.roles[task.role]).size == 1:
-            self._let_finish()
-            return own
-        self.kill()
-        if isinstance(cause, ray.exceptions.RayActorError):
-            return WorkerError(f"{task.group.name(task.rank)} died during {task.what}: {_told(cause)}")
-        return own if isinstance(own, HybridFlowError) else WorkerError(f"{task.who} failed: {cause}")
-
-    def _let_finish(self) -> None:
-        """Wait for all that is open, whatever becomes of it: what depends on a failed call fails by itself."""
-        ray.wait(list(self._open), num_returns=len(self._open), timeout=self.timeout_s, fetch_local=False)
-        self._open.clear()
-
-    def _give_up(self, missing: Collection[Any]) -> None:
-        tasks = [task for ref, task in self._open.items() if ref in missing]
-        lines = [f"nothing was done for {self.timeout_s:g} s (runtime.timeout_s); still missing:"]
-        for task in tasks[:8]:
-            doing = task.group.ping(task.rank)
-            state = "does not answer" if doing is None else f"is at {doing}" if doing else "is waiting for its inputs"
-            lines.append(f"{task.who}, which {state}")
-            lines += [task.group.stacks(task.rank)] if doing else []
-        self.kill()
-        raise WorkerError("\n".join(lines))
+        return self.tasks.wait_first([_reports(batch) for batch in batches])
 
     def _reporting(self, role: Role[Any], where: str, counts: bool) -> Callable[[Report], None]:
         """Reports are kept by number of the call: means must not depend on who is done first."""
@@ -376,7 +320,7 @@ class RayRuntime(KeepsState):
     def drain(self) -> Drained:
         """Metrics and spans since the last drain. Waits for all calls but those of members; what no batch refers to any
         more is forgotten."""
-        self._wait([reference for reference, task in self._open.items() if not task.alone])
+        self.tasks.wait()
         metrics, spans = Metrics(), list[Span]()
         for _, (_, where, counts, report) in sorted(self._reports.items()):
             if counts:
@@ -397,17 +341,63 @@ class RayRuntime(KeepsState):
 
     def pause(self, paused: bool) -> None:
         """Stop all workers between two microbatches or tokens, or let them go on; meanwhile no deadline passes."""
-        self.paused = paused
-        ray.get([process.pause.remote(paused) for process in self.peers.values()])
+        self.tasks.paused = paused
+        with self.tasks.blaming():
+            ray.get([process.pause.remote(paused) for process in self.peers.values()])
+
+    def load(self, folder: Path, state: Mapping[str, Any], files: Mapping[str, Sequence[Written]], /) -> None:
+        """As all runtimes do; samplers that have had weights before get them anew."""
+        super().load(folder, state, files)
+        for learner, sampler in sorted(self._published):
+            self.publish(learner, sampler)
+        self.ready()
+
+    def nodes(self, role: str | None = None) -> list[str]:
+        """The machines that have processes, or those of a role's pool."""
+        there = homes(self._rooms)
+        pools = there if role is None else (self.placement.pool_of(role).name,)
+        return list(dict.fromkeys(node for pool in pools for node in there[pool]))
+
+    def held_bytes(self) -> dict[str, int]:
+        """What the processes of each machine have in memory."""
+        held: dict[str, int] = {}
+        with self.tasks.blaming():
+            for node, size in ray.get([process.held_bytes.remote() for process in self.peers.values()]):
+                held[node] = held.get(node, 0) + size
+        return held
+
+    def _end(self, pools: set[str]) -> None:
+        for pool in pools & self.groups.keys():
+            self.groups.pop(pool).end()
+
+    def mend(self, pools: Collection[str]) -> None:
+        """Make ``pools`` anew, with their roles as they were at first, and every pool that can't end what it was at. All
+        calls are forgotten; the others keep their processes and what these know, so ``load`` has to follow.
+
+        Raises LostWorkersError, and UserError where there is no room within ``timeout_s``.
+        """
+        broken = {*pools, *self._unready}
+        self._end(broken)  # first, so that who waits for what they were to make is told
+        unfit = self.tasks.unfit(broken)
+        self._end(unfit)
+        broken |= unfit
+        for forgotten in (self._reports, self._held, self._methods):
+            forgotten.clear()
+        self._driver_bytes = 0
+        self.tasks.watch.begin({key: process for key, process in self.peers.items() if key[0] in self.groups})
+        self._rooms |= reserve_again(
+            self._rooms, [p for p in self.placement.pools if p.name in broken], self._resource, self.tasks.timeout_s
+        )
+        self._gather(broken)
 
     def stop(self) -> None:
         """Let the workers close what they hold, then end all processes."""
-        closing = [role for role in self.roles.values() if is_control(getattr(role.worker, "close", None))]
+        live = [role for role in self.roles.values() if self.placement.pool_of(role.name).name in self.groups]
+        closing = [role for role in live if is_control(getattr(role.worker, "close", None))]
         asked = [
             self._group(role.name).processes[rank].control.remote(role.name, "close", False)
             for role in closing
             for rank in range(self.mesh(role).size)
-            if self.groups
         ]
         if asked:
             with contextlib.suppress(ray.exceptions.RayError):
@@ -420,10 +410,13 @@ class RayRuntime(KeepsState):
     def kill(self) -> None:
         """End all processes at once."""
         for group in self.groups.values():
-            group.kill()
-        self.groups = {}
+            group.end()
+        for room in self._rooms.values():
+            remove_placement_group(room)
+        self.groups, self._rooms = {}, {}
         self._methods.clear()
-        self._open.clear()
+        self._links.clear()
+        self.tasks.clear()
         self.roles.clear()
 
 
@@ -435,8 +428,9 @@ class _Source:
 
     @cached_property
     def _output(self) -> Output:
-        self.runtime._wait(self.reports)
-        manifests: list[Manifest] = ray.get(list(self.refs.manifests))
+        self.runtime.tasks.wait(self.reports)
+        with self.runtime.tasks.blaming():
+            manifests: list[Manifest] = ray.get(list(self.refs.manifests))
 
         def fetch(piece: int, name: str, rows: Rows) -> Loaded:
             return self.runtime.fetch(manifests[piece], self.refs.columns[name][piece], rows)
@@ -464,10 +458,6 @@ def _load(sampler: str, last: bool, parts: Sequence[Any], process: Any) -> Any:
     return process.load.remote(sampler, last, *parts)
 
 
-def _ignore(result: Any) -> None:
-    """For tasks that have none."""
-
-
 def _keeper(results: dict[int, Any], rank: int) -> Callable[[Any], None]:
     def keep(result: Any) -> None:
         results[rank] = result
@@ -481,9 +471,3 @@ def _own_entries(arguments: tuple[Any, ...], rank: int, mesh: Mesh) -> tuple[Any
         if len(argument) != mesh.size:
             raise ContractError(f"ALL_TO_ALL: an argument has {len(argument)} entries for {mesh.size} ranks")
     return tuple([argument[rank]] for argument in arguments)
-
-
-def _told(error: Exception) -> str:
-    """What Ray knows of a death, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit" in line or "memory" in line or "died" in line), lines[0])

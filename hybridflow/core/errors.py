@@ -12,6 +12,7 @@
     ├── NonFiniteError       a loss, gradient or reward is NaN or infinite
     ├── GuardError           a guard has stopped the run: what a step's metrics say is wrong with it
     ├── WorkerError          a worker process failed, died or was not heard of; exit code 1
+    │   └── LostWorkersError  their pools can be made anew, and the run goes on from its last snapshot
     └── LateError            a policy server had no action in time; the next one may come in time
 
 Everything else is a bug and shows as a traceback.
@@ -27,6 +28,7 @@ __all__ = [
     "GuardError",
     "HybridFlowError",
     "LateError",
+    "LostWorkersError",
     "ModelError",
     "NonFiniteError",
     "ResourceError",
@@ -89,6 +91,14 @@ class GuardError(HybridFlowError):
 
 class WorkerError(HybridFlowError):
     """A worker process failed, died or was not heard of; the message says which, at what, on which samples, and how."""
+
+
+class LostWorkersError(WorkerError):
+    """Processes of these ``pools`` died or no longer answer. ``seen_s``: how long ago they were heard of last."""
+
+    def __init__(self, message: str, pools: Sequence[str], seen_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.pools, self.seen_s = tuple(pools), seen_s
 
 
 class LateError(HybridFlowError):

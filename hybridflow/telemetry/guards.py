@@ -204,6 +204,10 @@ class Guards:
     def __init__(self, config: GuardsConfig) -> None:
         rules: dict[str, Rule] = {name: getattr(config, name) for name in GUARDS}
         self.rules = {name: rule for name, rule in rules.items() if rule.action != "off"}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was seen: a run begins, or goes on from an earlier step."""
         self._in_a_row = dict.fromkeys(self.rules, 0)
         self._history, self._skipping = History(), False
 

@@ -5,6 +5,7 @@ metrics.jsonl    one object a step; its keys are those of ``telemetry.metrics.ME
 samples.jsonl    a few responses of every step
 timeline.json    when each role ran (Chrome trace; opens in Perfetto)
 ledger.sqlite    what became of every sample
+recoveries.jsonl one line for each time that workers were lost and the run went on
 result.json      the outcome of an evaluation
 checkpoints/     what a run resumes from
 model/           what it has trained
@@ -110,6 +111,10 @@ class RunDirectory:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.sqlite"
+
+    @property
+    def recoveries(self) -> Path:
+        return self.path / "recoveries.jsonl"
 
     @property
     def result(self) -> Path:

@@ -55,6 +55,12 @@ class Timeline:
     """Appends spans to a file. An existing file is continued: new spans follow its last event."""
 
     def __init__(self, path: Path, process: str = "run") -> None:
+        self._path, self._process_name = path, process
+        self.open()
+
+    def open(self) -> None:
+        """Go on behind the last event of the file, also after ``close``."""
+        path, process = self._path, self._process_name
         events = read_timeline(path) if path.exists() else []
         self._pids = {e["args"]["name"]: int(e["pid"]) for e in events if e["name"] == "process_name"}
         self._tids = {(int(e["pid"]), e["args"]["name"]): int(e["tid"]) for e in events if e["name"] == "thread_name"}

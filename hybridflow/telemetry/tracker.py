@@ -17,9 +17,14 @@ class Tracker:
     """
 
     def __init__(self, run: RunDirectory, step: int = 0) -> None:
+        self._run = run
+        self._open(step)
+
+    def _open(self, step: int) -> None:
         # costs a second of imports, which a command that only reads runs shouldn't pay
         from torch.utils.tensorboard import SummaryWriter
 
+        run = self._run
         run.keep_until(step)
         self._metrics = run.metrics.open("a", encoding="utf-8", errors="replace")
         self._samples = run.samples.open("a", encoding="utf-8", errors="replace")
@@ -37,6 +42,11 @@ class Tracker:
         """Append samples of a step: ``prompt``, ``response``, ``score``, ``group_id``, ``policy_version`` and others."""
         self._samples.writelines(to_json({"step": step, **sample}) + "\n" for sample in samples)
         self._samples.flush()
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after ``step`` again: what was recorded after it is dropped."""
+        self.close()
+        self._open(step)
 
     def close(self) -> None:
         self._metrics.close()

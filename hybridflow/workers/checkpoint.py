@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -118,6 +119,12 @@ class PieceWriter:
         pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing = pool.submit(_write, path, copies)
         pool.shutdown(wait=False)
+
+    def forget(self) -> None:
+        """What is being written is of no use any more, nor what became of it."""
+        if self._writing is not None:
+            futures.wait([self._writing])
+        self._writing = None
 
     def done(self, wait: bool) -> list[Written] | None:
         """The files that were written, named from the checkpoint on; None while they are being written, unless told to

@@ -369,8 +369,9 @@ class Learner(Shelved):
     def load(self, folder: Path, state: Mapping[str, Any], files: Sequence[Written]) -> None:
         """Go on from ``save``, on whatever mesh. ``files``: those in ``folder``, whose content the ranks check together.
         CheckpointError: one is missing, damaged, or of another model."""
+        self._writer.forget()
         for file in files[self.context.rank :: self.context.mesh.size]:
             check_file(folder.parent, file)
-        self.loss_steps.version = state["version"]
+        self.loss_steps.version, self.loss_steps.stepped = state["version"], False
         with PieceReader(folder) as reader:
             restore(reader, self.networks, self.optimizers, state["optimizer_steps"], self.fsdp)

@@ -110,8 +110,9 @@ def test_workers_that_hang_are_named_with_their_stacks() -> None:
     with running(2) as runtime:
         handle = runtime.role(role("p0", Troubled))
         pids = handle.pids()
-        assert min(handle.patience_s()) > runtime.timeout_s + 30, "the driver gives up before those who wait for a rank"
-        runtime.timeout_s = 1.0
+        patience_s = min(handle.patience_s())
+        assert patience_s > runtime.tasks.timeout_s + 30, "the driver gives up before those who wait for a rank"
+        runtime.tasks.timeout_s = 1.0
         handle.hang_alone(IDS)
         with pytest.raises(WorkerError) as told:
             runtime.drain()
@@ -138,7 +139,7 @@ def test_a_users_mistake_on_one_of_several_ranks_arrives_as_itself_and_ends_all(
 def test_a_worker_that_never_gets_ready_is_named() -> None:
     with running(1) as runtime:
         runtime.start()
-        runtime.timeout_s = 0.5
+        runtime.tasks.timeout_s = 0.5
         runtime.role(role("p0", Troubled, start_s=1000.0))
         with pytest.raises(WorkerError, match="still missing:\np0: start in worker 0 of pool 'p0', which is at p0: start"):
             runtime.ready()

@@ -1,0 +1,124 @@
+"""How long a run on Ray takes to see that workers are lost and to go on, and what its snapshots cost while nobody is.
+
+    python benchmarks/recovery.py                 a table: fault, times from the fault on, steps done again
+    python benchmarks/recovery.py --cost          the share of snapshots in the time of a run
+
+Every fault strikes ``--repeats`` times, in one run. The weights at the end are compared with those of a run without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ray
+import torch
+
+from hybridflow import checkpoint
+from hybridflow.config import load_config
+from hybridflow.controller.ray_group import connect
+from hybridflow.launch import train
+from hybridflow.recovery import Recovery
+from hybridflow.workers.checkpoint import PieceReader
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "reliability"))
+from worker_faults import Fault, striking
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RAY = ["--runtime.kind", "ray", "--threads", "1", "--evaluation.every", "0"]
+APART = ["--placement.pools", "{learning = 2, sampling = 1}", "--placement.roles"]
+ROLES = '{actor = "learning", sampler = "sampling", reward = "learning"}'
+EVERYONE = [("learning", 0), ("learning", 1), ("sampling", 0)]
+KINDS: dict[str, tuple[str, list[tuple[str, int]], signal.Signals]] = {
+    "a learner is killed during its update": ("actor.update", [("learning", 1)], signal.SIGKILL),
+    "the sampler is killed during a rollout": ("sampler.rollout", [("sampling", 0)], signal.SIGKILL),
+    "a learner is killed while it publishes": ("publish", [("learning", 0)], signal.SIGKILL),
+    "a learner is killed while it saves": ("actor.save", [("learning", 1)], signal.SIGKILL),
+    "all three are killed at once": ("actor.update", EVERYONE, signal.SIGKILL),
+    "a learner is stopped (SIGSTOP)": ("actor.update", [("learning", 1)], signal.SIGSTOP),
+    "the sampler is stopped (SIGSTOP)": ("sampler.rollout", [("sampling", 0)], signal.SIGSTOP),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    connect(None, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        costs(Path(folder), options.steps) if options.cost else faults(Path(folder), options.repeats)
+    ray.shutdown()
+
+
+def faults(folder: Path, repeats: int) -> None:
+    steps = 3 * repeats + 3
+    keys = [
+        *RAY,
+        *APART,
+        ROLES,
+        "--train.steps",
+        str(steps),
+        "--checkpoint.every",
+        str(steps),
+        "--train.prompts_per_step",
+        "4",
+    ]
+    expected = weights(run(folder / "clean", "reverse", keys))
+    print(f"| fault, {repeats} times each | median s | worst s | seen within, worst s | steps done again | same weights |")
+    print("|---|---|---|---|---|---|")
+    for number, (name, (what, who, signals)) in enumerate(KINDS.items()):
+        struck_s: list[float] = []
+        planned = [Fault(what, 3 * (i + 1), who, signals) for i in range(repeats)]
+        with striking(*planned, when=struck_s):
+            path = run(folder / str(number), "reverse", keys)
+        events = [json.loads(line) for line in (path / "recoveries.jsonl").read_text().splitlines()]
+        took = [event["unix_s"] - struck for event, struck in zip(events, struck_s, strict=True)]
+        found, again = weights(path), sum(event["after"] - event["step"] for event in events)
+        same = all(torch.equal(expected[key], found[key]) for key in expected)
+        seen = max(event["seen_s"] for event in events)
+        times = f"{statistics.median(took):.1f} | {max(took):.1f} | {seen:.1f}"
+        print(f"| {name} | {times} | {again} | {'yes' if same else 'NO'} |")
+
+
+def costs(folder: Path, steps: int) -> None:
+    print("| run | steps | seconds | of them snapshots | share |")
+    print("|---|---|---|---|---|")
+    for name in ("reverse", "cartpole"):
+        spent = 0.0
+        before = Recovery.__call__
+
+        def timed(recovery: Recovery, step: Any, before: Any = before) -> None:
+            nonlocal spent
+            start = time.perf_counter()
+            before(recovery, step)
+            spent += time.perf_counter() - start
+
+        with mock.patch.object(Recovery, "__call__", timed):
+            path = run(folder / name, name, [*RAY, "--placement.pools", "{main = 2}", "--train.steps", str(steps)])
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        total = sum(record.get("time/step_s", 0.0) for record in records)
+        print(f"| examples/{name}.toml | {steps} | {total:.1f} | {spent:.2f} | {spent / total:.1%} |")
+
+
+def run(path: Path, example: str, keys: list[str]) -> Path:
+    train(load_config(EXAMPLES / f"{example}.toml", ["--run_dir", str(path), *keys]))
+    return path
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    with PieceReader(checkpoint.latest(path / "checkpoints") / "actor") as reader:
+        return {name: reader.full(name) for name in reader.names()}
+
+
+if __name__ == "__main__":
+    main()
