@@ -10,7 +10,6 @@ second half of the steps with the first, without its beginning.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import statistics
@@ -83,11 +82,10 @@ class Sampling(Watch):
 
 
 def ray_objects() -> int:
-    """How many objects the driver refers to, but for those in garbage that Python hasn't collected yet."""
+    """How many objects the driver refers to, also in garbage that Python hasn't collected yet."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return 0
-    gc.collect()
     return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
 
 

@@ -432,8 +432,10 @@ class _Source:
         with self.runtime.tasks.blaming():
             manifests: list[Manifest] = ray.get(list(self.refs.manifests))
 
+        runtime, columns = self.runtime, self.refs.columns  # no cycle through self: objects go when the batch goes
+
         def fetch(piece: int, name: str, rows: Rows) -> Loaded:
-            return self.runtime.fetch(manifests[piece], self.refs.columns[name][piece], rows)
+            return runtime.fetch(manifests[piece], columns[name][piece], rows)
 
         return Output(manifests, fetch, self.refs.writer)
 
