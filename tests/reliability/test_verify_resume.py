@@ -23,7 +23,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_real_processes_prove_it(hybridflow: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_real_processes_prove_it(hybridflow: Any, tmp_path: Path) -> None:
     outcome = hybridflow("verify-resume", written(tmp_path, REVERSE))
     assert outcome.code == 0 and "exact: steps 1 to 2, and 3 to 4 in another process are 4 steps" in outcome.out
     assert "tensors of actor" in outcome.out and "state of the loop" in outcome.out
