@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CARTPOLE, Outcome, written
+from conftest import CARTPOLE, Outcome, with_keys, written
 from test_recovery_runs import check_same, on_ray, recoveries
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def test_a_lost_machine_is_replaced_and_its_part_of_the_state_comes_from_another
     hybridflow: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     """What a process learned on the lost machine was on no disk: no checkpoint was written before the loss."""
-    config = on_ray(CARTPOLE, {"main": 2}, placement__pools={"main": (1, 1)}, checkpoint__every=5)
+    config = with_keys(on_ray(CARTPOLE, {"main": 2}, checkpoint__every=5), placement__pools={"main": (1, 1)})
     program = Path(__file__).with_name("three_nodes.py")
     (tmp_path / "struck").mkdir()
     command = [sys.executable, str(program), str(written(tmp_path / "struck", config))]
