@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
@@ -305,13 +306,13 @@ class Fn:
     def __call__(self, *args: Any) -> Any:
         return self.declared(*args, **self.params)
 
-    @property
+    @cached_property
     def name(self) -> str:
         if self.declared is _chain:
             return " > ".join(fn.name for fn in self.params["functions"])
         return self.params["functions"][0].name if self.declared is _renamed else self.declared.__name__
 
-    @property
+    @cached_property
     def per(self) -> Per:
         per = self.declared.per
         return per({**self.declared.defaults, **self.params}) if callable(per) else per
@@ -320,7 +321,7 @@ class Fn:
     def on(self) -> On:
         return self.declared.on
 
-    @property
+    @cached_property
     def trains(self) -> Names:
         return _names(self.declared.trains, {**self.declared.defaults, **self.params})
 

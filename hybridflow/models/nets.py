@@ -104,7 +104,7 @@ class Categorical:
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """[B] of ``actions`` [B]."""
-        return self.log_probabilities.gather(-1, actions[:, None])[:, 0]
+        return self.log_probabilities.gather(-1, actions[:, None]).squeeze(-1)
 
     def entropy(self) -> Tensor:
         """[B], nats."""

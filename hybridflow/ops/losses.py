@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.core.errors import ContractError
@@ -79,8 +80,11 @@ def _row_means(values: Tensor, row_index: Tensor) -> Tensor:
     return sums / counts
 
 
-def _aggregate(terms: Tensor, row_index: Tensor, aggregation: Aggregation, max_tokens: int | None) -> Tensor:
-    """[N] terms per step, as they are or as [R] terms per row."""
+def _aggregate(
+    terms: Tensor, penalties: Tensor | None, row_index: Tensor, aggregation: Aggregation, max_tokens: int | None
+) -> Tensor:
+    """[N] terms and penalties per step, as they are or as [R] terms per row."""
+    terms = terms if penalties is None else terms + penalties
     if aggregation == "token_mean":
         return terms
     if aggregation == "sequence_mean":
@@ -92,7 +96,7 @@ def _aggregate(terms: Tensor, row_index: Tensor, aggregation: Aggregation, max_t
 def _log_ratio(outputs: Tensors, columns: Tensors, correction: Correction) -> Tensor:
     """[N] log of current over old probability; clipped (no gradient beyond), since an infinite ratio gives NaN."""
     old = columns["log_probs" if correction == "none" else "learner_log_probs"]
-    return (outputs["log_probs"] - old).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return F.hardtanh(outputs["log_probs"] - old, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _corrected(
@@ -115,31 +119,36 @@ def _loss(terms: Tensor, metrics: Mapping[str, Tensor], outputs: Tensors, column
 
 def _penalties(
     outputs: Tensors, columns: Tensors, entropy_coef: float, kl_coef: float, kl_kind: KLKind
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """[N] entropy bonus and KL term of each step, and the metrics that all policy losses share."""
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """[N] entropy bonus and KL term of each step, None if there is neither; the metrics that all policy losses share."""
     log_probs, entropy = outputs["log_probs"], outputs["entropy"]
-    terms = torch.zeros_like(log_probs)
+    terms: Tensor | None = None
     metrics = {"policy_kl": estimate_kl(columns["log_probs"], log_probs.detach(), "k3"), "entropy": entropy.detach()}
     if entropy_coef:  # an unused entropy costs no backward pass
-        terms = terms - entropy_coef * entropy
+        terms = -entropy_coef * entropy
     if kl_coef > 0:
         kl = estimate_kl(log_probs, columns["ref_log_probs"], kl_kind)
-        terms, metrics["kl"] = terms + kl_coef * kl, kl.detach()
+        terms, metrics["kl"] = kl_coef * kl if terms is None else terms + kl_coef * kl, kl.detach()
     return terms, metrics
 
 
+def _sloped(values: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    """``values`` with the derivative ``slope`` by ``x``: how both are made costs no backward pass."""
+    return torch.addcmul(values, slope, x - x.detach())
+
+
 def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None, dual_clip: float | None = None
+    log_ratio: Tensor, advantages: Tensor, clip: float, clip_high: float | None, dual_clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A ρ, -A clip(ρ, 1 - clip, 1 + clip_high)), at most -A dual_clip where A < 0; steps or rows alike."""
-    losses = -advantages
-    plain, fixed = losses * ratio, ratio.detach()
-    # Where a limit binds there is no gradient, so limits have no part in the graph.
-    terms = torch.maximum(losses * fixed, losses * fixed.clip(1 - clip, 1 + (clip if clip_high is None else clip_high)))
+    losses, ratio = -advantages, log_ratio.detach().exp()
+    plain = losses * ratio
+    terms = torch.maximum(plain, losses * ratio.clip(1 - clip, 1 + (clip if clip_high is None else clip_high)))
     if dual_clip is not None:
         terms = torch.where(advantages < 0, torch.minimum(terms, losses * dual_clip), terms)
-    clipped = terms != plain.detach()
-    return torch.where(clipped, terms, plain), {"ratio": fixed, "clipped": clipped.float()}
+    clipped = terms != plain  # a limit binds, so there is no gradient
+    terms = _sloped(terms, log_ratio, plain.masked_fill(clipped, 0.0))
+    return terms, {"ratio": ratio, "clipped": clipped.float()}
 
 
 @columns(reads=_reads("log_probs", "advantages"), per=_per)
@@ -162,11 +171,11 @@ def ppo_clip(
     ``clip_high``: another limit upwards (clip-higher of DAPO, Yu et al. 2025). ``dual_clip`` > 1: limit of the ratio where
     A < 0 (Ye et al. 2020, eq. 5). Further metrics: ``ratio``, ``clipped`` (1 where a limit took the gradient away).
     """
-    ratio = _log_ratio(outputs, columns, correction).exp()
-    terms, metrics = _clipped_surrogate(ratio, columns["advantages"], clip, clip_high, dual_clip)
+    log_ratio = _log_ratio(outputs, columns, correction)
+    terms, metrics = _clipped_surrogate(log_ratio, columns["advantages"], clip, clip_high, dual_clip)
     terms, weights = _corrected(terms, columns, correction, correction_cap)
     penalties, shared = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    terms = _aggregate(terms, penalties, columns["row_index"], aggregation, max_tokens)
     return _loss(terms, {**metrics, **weights, **shared}, outputs, columns)
 
 
@@ -190,12 +199,13 @@ def gspo(
     are means over the row.
     """
     row_index = columns["row_index"]
-    ratio = _row_means(_log_ratio(outputs, columns, correction), row_index).exp()
+    log_ratio = _row_means(_log_ratio(outputs, columns, correction), row_index)
     advantages = _row_means(columns["advantages"], row_index)
-    terms, metrics = _clipped_surrogate(ratio, advantages, clip, clip_high)
+    terms, metrics = _clipped_surrogate(log_ratio, advantages, clip, clip_high)
     terms, weights = _corrected(terms, columns, correction, correction_cap, per_row=True)
     penalties, shared = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
-    return _loss(terms + _row_means(penalties, row_index), {**metrics, **weights, **shared}, outputs, columns)
+    terms = terms if penalties is None else terms + _row_means(penalties, row_index)
+    return _loss(terms, {**metrics, **weights, **shared}, outputs, columns)
 
 
 @columns(reads=_reads("log_probs", "advantages"), per=_per)
@@ -222,7 +232,7 @@ def cispo(
     terms = -bounded * columns["advantages"] * outputs["log_probs"]
     terms, weights = _corrected(terms, columns, correction, correction_cap)
     metrics = {"ratio": ratio, "clipped": (bounded != ratio).float(), **weights, **shared}
-    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    terms = _aggregate(terms, penalties, columns["row_index"], aggregation, max_tokens)
     return _loss(terms, metrics, outputs, columns)
 
 
@@ -241,7 +251,7 @@ def reinforce(
     """-A log π (Williams 1992), for advantages of any estimator: actor-critic, RLOO, ReMax, V-trace."""
     penalties, metrics = _penalties(outputs, columns, entropy_coef, kl_coef, kl_kind)
     terms, weights = _corrected(-columns["advantages"] * outputs["log_probs"], columns, correction, correction_cap)
-    terms = _aggregate(terms + penalties, columns["row_index"], aggregation, max_tokens)
+    terms = _aggregate(terms, penalties, columns["row_index"], aggregation, max_tokens)
     return _loss(terms, {**metrics, **weights}, outputs, columns)
 
 
@@ -253,8 +263,8 @@ def value_loss(outputs: Tensors, columns: Tensors, clip: float | None = None) ->
     and, with ``clip``, ``value_clipped``.
     """
     values, returns, scale = outputs["values"], columns["returns"], outputs.get("value_scale")
-    errors = values - returns
-    off = errors.detach().abs()
+    errors = values.detach() - returns
+    off, slope = errors.abs(), errors
     metrics = {"values": values.detach(), "value_error": off}
     if clip is not None:
         within = clip if scale is None else clip * scale
@@ -262,8 +272,9 @@ def value_loss(outputs: Tensors, columns: Tensors, clip: float | None = None) ->
         bounded = (near - returns).abs()
         clipped = bounded > off
         metrics["value_clipped"] = clipped.float()
-        errors = torch.where(clipped, bounded, errors)  # a clipped value that is further off has no gradient
-    terms = 0.5 * errors * errors
+        # A clipped value that is further off has no gradient.
+        off, slope = torch.maximum(bounded, off), errors.masked_fill(clipped, 0.0)
+    terms = _sloped(0.5 * off * off, values, slope)
     return Loss(terms if scale is None else terms / (scale * scale), metrics)
 
 

@@ -192,12 +192,11 @@ class Learner(Shelved):
         mask, samples = batch.ragged("response_mask"), batch["sample_id"]
         for epoch, minibatches in enumerate(epochs):
             written = {name: np.zeros(len(mask.values), np.float32) for loss in losses for name in loss.writes}
-            shuffled, start = pulled, 0
+            shuffled = pulled
             if plan.drawn is None and not (alone and len(minibatches) == 1):
                 shuffled = pulled.take(np.searchsorted(own, np.concatenate([part for _, part, _ in minibatches])))
-            for number, (index, part, forwards) in enumerate(minibatches):
-                mine = shuffled if len(part) == len(shuffled.units) else shuffled.part(start, start + len(part))
-                start += len(part)
+            shares = shuffled.split([len(part) for _, part, _ in minibatches]) if len(minibatches) > 1 else [shuffled]
+            for number, ((index, part, forwards), mine) in enumerate(zip(minibatches, shares, strict=True)):
                 whole = mine.units if part is index else units.take(index)
                 drift = self.loss_steps.minibatch(whole, mine, forwards, losses, written, samples)
                 if epoch == number == 0 and (drift or self.context.mesh.dp > 1):

@@ -114,7 +114,7 @@ class LossSteps:
             with self._alone(trained):
                 batches = kept or (micro.seen(self._model) for micro in micros)
                 drift += self._gradients(loss, whole, micros, batches, max(0, forwards - len(micros)), written, samples)
-            self.step(loss.name, trained, samples[whole.rows.values])
+            self.step(loss.name, trained, samples, whole)
         return drift
 
     def _own_step(
@@ -122,7 +122,7 @@ class LossSteps:
     ) -> list[Tensor]:
         """A step that the function takes by itself, on everything at once."""
         result: Loss = loss(self.networks, part.seen(self._model), self.total)
-        self._check_finite(float(result.terms.sum()), f"loss {loss.name}", samples[part.units.rows.values])
+        self._check_finite(float(result.terms.sum()), f"loss {loss.name}", samples, part.units)
         self._observe(loss, result)
         self.stepped = True
         for name in loss.writes:
@@ -172,10 +172,10 @@ class LossSteps:
                 columns = columns | {"noise": self._noise(loss, whole, places, columns["actions"])}
             result: Loss = loss(outputs, columns)
             total = result.terms.sum() / normaliser
-            found = float(total.detach())
+            found = total.item()
             if self.plan.max_skips and not math.isfinite(found):
                 return total * math.nan  # so that no rank's gradient is finite, and all of them skip the step
-            self._check_finite(found, f"loss {loss.name}", samples[units.rows.values])
+            self._check_finite(found, f"loss {loss.name}", samples, units)
             self._observe(loss, result)
             drift.extend([] if result.drift is None else [result.drift])
             for name in loss.writes:
@@ -244,14 +244,14 @@ class LossSteps:
         if count and self.context.block == 0:
             metrics.add("effective_samples", total**2 / squares, count)
 
-    def step(self, what: str, trained: Mapping[str, Optimizer], samples: np.ndarray) -> None:
+    def step(self, what: str, trained: Mapping[str, Optimizer], samples: np.ndarray, units: Units | None = None) -> None:
         """Apply the gradients of ``what``; NonFiniteError, with nothing applied, if one of their norms isn't finite
         and may not be skipped."""
         norms = {name: optimizer.clip() for name, optimizer in trained.items()}
         if self._skips(norms.values()):
             return
         for norm in norms.values():
-            self._check_finite(norm, f"gradient norm of {what}", samples)
+            self._check_finite(norm, f"gradient norm of {what}", samples, units)
         for name, optimizer in trained.items():
             prefix = "" if name == self.main else f"{name}_"
             rate = optimizer.learning_rate
@@ -269,9 +269,10 @@ class LossSteps:
         self._skipped = 0 if finite else self._skipped + 1
         return 0 < self._skipped <= self.plan.max_skips
 
-    def _check_finite(self, value: float, what: str, samples: np.ndarray) -> None:
+    def _check_finite(self, value: float, what: str, samples: np.ndarray, units: Units | None) -> None:
+        """``samples``: the ids of all rows, of which ``units`` has some; None: it has all."""
         if not math.isfinite(value):
-            shown = ", ".join(map(str, samples[:8]))
+            shown = ", ".join(map(str, (samples if units is None else samples[units.rows.values])[:8]))
             skipped = f", after {self.plan.max_skips} skipped ones" if self._skipped > 1 else ""
             found = f"{what} is {value} in update {self.version}{skipped}, samples {shown}"
             raise NonFiniteError(f"{found}; the step was not applied")

@@ -3,7 +3,7 @@
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -64,7 +64,13 @@ class AdamW:
     def __init__(self, groups: Sequence[tuple[list[Tensor], float]], config: OptimizerConfig) -> None:
         self.config = config
         self.param_groups: list[dict[str, Any]] = [
-            {"params": params, "weight_decay": decay, "lr": config.lr, "steps": _zeros(len(params), like=params)}
+            {
+                "params": params,
+                "weight_decay": decay,
+                "lr": config.lr,
+                "steps": _zeros(len(params), like=params),
+                "states": [],
+            }
             for params, decay in groups
         ]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -79,14 +85,13 @@ class AdamW:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not moved:
                 continue
-            states = [self.state.get(parameter) or self.begin(parameter) for parameter in moved]
-            steps = [state["step"] for state in states]
+            means, squares, steps = self._states(group, moved)
             torch._foreach_add_([group["steps"]] if len(moved) == len(group["params"]) else steps, 1)
             torch._fused_adamw_(
                 moved,
                 [parameter.grad for parameter in moved],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
+                means,
+                squares,
                 [],
                 steps,
                 lr=group["lr"],
@@ -98,9 +103,27 @@ class AdamW:
                 maximize=False,
             )
 
+    def _states(self, group: dict[str, Any], moved: list[Tensor]) -> list[list[Tensor]]:
+        """Moments and step of each parameter, begun if it moves for the first time."""
+        every = len(moved) == len(group["params"])
+        if every and group["states"]:
+            return cast(list[list[Tensor]], group["states"])
+        states = [self.state.get(parameter) or self.begin(parameter) for parameter in moved]
+        found = [[state[key] for state in states] for key in (*MOMENTS, "step")]
+        group["states"] = found if every else []
+        return found
+
+    def forget(self) -> None:
+        """Drop the state of every parameter."""
+        self.state.clear()
+        for group in self.param_groups:
+            group["states"] = []
+
     def begin(self, parameter: Tensor, step: float = 0.0, **moments: Tensor) -> dict[str, Tensor]:
         """The state of a parameter from now on: after so many steps, with these moments, of zeros where none is given."""
         zeros = {key: torch.zeros_like(parameter) for key in MOMENTS if key not in moments}
+        for group in self.param_groups:
+            group["states"] = []
         self.state[parameter] = {"step": self._steps[parameter].fill_(step), **zeros, **moments}
         return self.state[parameter]
 
@@ -208,8 +231,9 @@ class Optimizer:
 
     def step(self) -> None:
         """Apply the gradients."""
+        rate = self.learning_rate
         for group in self.adamw.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = rate
         self._align()
         self.adamw.step()
         self.steps += 1
@@ -252,7 +276,7 @@ class Optimizer:
         ``read(key, parameter)``: this rank's slice, None if nothing was kept; "weight" is the weight as it was saved.
         """
         self.steps = steps
-        self.adamw.state.clear()
+        self.adamw.forget()
         for name, master in self.masters.items():
             if (step := read("step", name)) is not None:
                 moments = {key: _lying_like(master, self._kept(name, read(key, name))) for key in MOMENTS}

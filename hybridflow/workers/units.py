@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ __all__ = ["Columns", "Pulled", "PulledSteps", "Units", "action_columns"]
 Columns = dict[str, Tensor]
 Ints = NDArray[np.int64]
 Kind = Literal["row", "step", "group"]
+DEALT_BY = ("sample_id", "response_mask")
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ class Pulled:
         """The units at ``index``."""
         return Pulled(self.units.take(index), self.values, self.index.rows(index))
 
-    def part(self, start: int, stop: int) -> Pulled:
-        """The units from ``start`` up to ``stop``."""
-        return self.take(np.arange(start, stop))
+    def split(self, sizes: Sequence[int]) -> list[Pulled]:
+        """So many units after another."""
+        return [self.take(index) for index in np.split(np.arange(len(self.units)), np.cumsum(sizes)[:-1])]
 
     def microbatches(self, token_budget: int) -> list[Pulled]:
         """What goes through a model together."""
@@ -130,7 +132,8 @@ class Pulled:
 
 @dataclass(frozen=True)
 class PulledSteps:
-    """Single steps and their values as a loss sees them: each step is a row. Parts of them copy nothing."""
+    """Single steps and their values as a loss sees them, without their mask: each step is a row. Parts of them copy
+    nothing."""
 
     units: Units
     columns: Columns
@@ -138,7 +141,8 @@ class PulledSteps:
     @staticmethod
     def of(units: Units, values: Batch, index: Ints, device: torch.device) -> PulledSteps:
         """``index`` [U]: the place of each among the action steps of ``values``."""
-        every = PulledSteps(units, action_columns(values.steps(), device))
+        columns = action_columns(values.steps(), device)
+        every = PulledSteps(units, {name: column for name, column in columns.items() if name not in DEALT_BY})
         return every if len(index) == len(every.columns["row_index"]) else every._taken(units, index)
 
     def _taken(self, units: Units, index: Ints) -> PulledSteps:
@@ -150,18 +154,23 @@ class PulledSteps:
         """The steps at ``index``."""
         return self._taken(self.units.take(index), index)
 
-    def part(self, start: int, stop: int) -> PulledSteps:
-        """The steps from ``start`` up to ``stop``."""
-        taken = {name: column[start:stop] for name, column in self.columns.items() if name != "row_index"}
-        row_index = self.columns["row_index"][: stop - start]
-        return PulledSteps(self.units.part(start, stop), taken | {"row_index": row_index})
+    def split(self, sizes: Sequence[int]) -> list[PulledSteps]:
+        """So many steps after another."""
+        names, stops = [name for name in self.columns if name != "row_index"], np.cumsum(sizes).tolist()
+        parts = zip(*(self.columns[name].split_with_sizes(sizes) for name in names), strict=True)
+        places = self.columns["row_index"]
+        taken = (dict(zip(names, part, strict=True)) for part in parts)
+        return [
+            PulledSteps(self.units.part(stop - size, stop), columns | {"row_index": places[:size]})
+            for size, stop, columns in zip(sizes, stops, taken, strict=True)
+        ]
 
     def microbatches(self, token_budget: int) -> list[PulledSteps]:
         """What goes through a model together."""
         if len(self.units) <= token_budget:
             return [self]
-        starts = range(0, len(self.units), token_budget)
-        return [self.part(start, min(start + token_budget, len(self.units))) for start in starts]
+        full, rest = divmod(len(self.units), token_budget)
+        return self.split([token_budget] * full + [rest] * (rest > 0))
 
     def seen(self, model: Any) -> Columns:
         """What networks on single steps read."""
