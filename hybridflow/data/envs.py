@@ -318,7 +318,7 @@ def native_action(space: Any) -> Callable[[Array], Any]:
     """Makes of an action what the environment takes: numbered from its own start, or clipped to its bounds."""
     if type(space).__name__ == "Discrete":
         start = int(space.start)
-        return lambda action: start + int(action)
+        return lambda action: start + action
     if type(space).__name__ == "MultiDiscrete":
         return lambda action: space.start + action
     return lambda action: np.clip(action, space.low, space.high).astype(space.dtype)

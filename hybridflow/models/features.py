@@ -98,7 +98,8 @@ class Features(nn.Module):
         """[B, ...] observations -> [B, width], without anything that is trained"""
         if self.num_classes:
             return F.one_hot(observations.long() - self.start, self.num_classes).float()
-        features = observations.reshape(observations.shape[0], self.width).float()
+        flat = observations if observations.dim() == 2 else observations.reshape(observations.shape[0], self.width)
+        features = flat.float()
         if self.normalise:
             scale = (self.moments.variance + 1e-8).rsqrt()
             return ((features - self.moments.mean.float()) * scale.float()).clip(-10, 10)

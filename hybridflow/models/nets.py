@@ -94,9 +94,11 @@ class Categorical:
 
     def sample(self, uniforms: Tensor) -> Tensor:
         """Actions [B] int64 by the inverse of the cumulative distribution, from ``uniforms`` [B, 1] in [0, 1)."""
-        cumulative = self.log_probabilities.softmax(-1, dtype=torch.float64).cumsum(-1)
-        actions = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)[:, 0]
-        return actions.clamp_(max=cumulative.shape[-1] - 1)
+        # By numpy, which takes half the time of torch for a few of them.
+        chances = np.exp(self.log_probabilities.numpy(force=True), dtype=np.float64).cumsum(-1)
+        # Without the last, so that no rounding leads beyond it.
+        below = chances[:, :-1] <= uniforms.numpy(force=True) * chances[:, -1:]
+        return torch.from_numpy(below.sum(-1)).to(self.device)
 
     @property
     def device(self) -> torch.device:

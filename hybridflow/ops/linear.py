@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [N, I], weight [O, I] (or ``pack``ed), bias [O] -> [N, O]."""
     if weight.is_mkldnn:
         return _onednn(x, weight, bias)
-    if not _fast(x, x.numel() * len(weight)):
+    if not _fast(x, x.numel() * weight.shape[0]):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn(x, weight, bias)
@@ -42,7 +42,7 @@ def pack(weight: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, [N, I] and [I, O], without gradients; transposed views cost nothing."""
-    rows, columns = len(left), right.shape[1]
+    rows, columns = left.shape[0], right.shape[1]
     if _fast(left, left.numel() * columns):
         return _onednn(left, right.T)
     # MKL takes up to five times as long for a result of many short rows as for one of few long ones.

@@ -146,19 +146,20 @@ class EnvSampler:
         any_at_random = bool(steps.at_random.any())
         steps.begun = np.array([self._memory_of(index) for index in slots.tolist()], np.float32)
         steps.begun = steps.begun.reshape(len(ids), self.memory_size)
-        memory = self._tensor(steps.begun.copy())
-        for t in range(steps.width):
+        memory, network = self._tensor(steps.begun.copy()), self._network
+        for t, uniform in enumerate(drawn.unbind(1)):
             self.context.breathe()
             live, where = steps.live(t, self.slots.present)
             observations = self.slots.observations[where]
+            seen, uniform = torch.from_numpy(observations).to(drawn.device), uniform[where]
             if self.memory_size:
-                distribution, memory[where] = self._network.step(self._tensor(observations), memory[where])
+                distribution, memory[where] = network.step(seen, memory[where])
             else:
-                distribution = self._network.distribution(self._tensor(observations))
+                distribution = network.distribution(seen)
             distribution = self._exploring(distribution, None if epsilon is None else epsilon[where, t])
-            actions = distribution.sample(drawn[where, t]).cpu().numpy()
+            actions = distribution.sample(uniform).cpu().numpy()
             if any_at_random and (at_random := steps.at_random[where]).any():
-                actions[at_random] = distribution.bounds.fill(drawn[where, t][at_random]).cpu().numpy()
+                actions[at_random] = distribution.bounds.fill(uniform[at_random]).cpu().numpy()
             steps.record(t, where, observations, actions, distribution)
             if self.with_states:
                 steps.states[t, where] = self.slots.states[where]
