@@ -122,8 +122,6 @@ class AdamW:
     def begin(self, parameter: Tensor, step: float = 0.0, **moments: Tensor) -> dict[str, Tensor]:
         """The state of a parameter from now on: after so many steps, with these moments, of zeros where none is given."""
         zeros = {key: torch.zeros_like(parameter) for key in MOMENTS if key not in moments}
-        for group in self.param_groups:
-            group["states"] = []
         self.state[parameter] = {"step": self._steps[parameter].fill_(step), **zeros, **moments}
         return self.state[parameter]
 

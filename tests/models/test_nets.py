@@ -236,3 +236,9 @@ def test_statistics_of_parts_are_those_of_the_whole():
     assert {"features.moments.mean", "features.moments.squares", "features.moments.count"} <= dict(
         ValueNet(BOX, NetConfig(normalise=True), torch_generator(1, "init")).named_buffers()
     ).keys()
+
+
+def test_no_uniform_number_draws_an_impossible_action() -> None:
+    impossible_first_and_last = Categorical(torch.tensor([[0.0, 1.0, 1.0, 0.0]]).log().log_softmax(-1).expand(3, 4))
+    edges = torch.tensor([[0.0], [0.5], [1 - 2.0**-53]], dtype=torch.float64)
+    assert impossible_first_and_last.sample(edges).tolist() == [1, 2, 2]

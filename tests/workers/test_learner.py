@@ -268,3 +268,20 @@ def test_steps_that_are_not_finite_are_skipped_so_many_times_in_a_row(max_skips:
     skipped = rf"gradient norm of broken is nan in update {one.version}, after {max_skips} skipped ones, samples 0, 1"
     with pytest.raises(NonFiniteError, match=skipped):
         one.update(batch(2), broken.bind())
+
+
+def test_parts_of_steps_keep_units_and_columns_together() -> None:
+    lengths = np.array([2, 3], np.int64)
+    steps = Batch(
+        {
+            "sample_id": np.arange(2),
+            "response_mask": Ragged(np.ones(5, bool), lengths),
+            "rewards": Ragged(np.arange(5, dtype=np.float32), lengths),
+        }
+    )
+    parts = Units.of(steps, "step").load(steps, np.arange(5), torch.device("cpu")).split([1, 3, 1])
+    places = [part.units.places.values.tolist() for part in parts]
+    rows = [part.units.rows.values.tolist() for part in parts]
+    assert places == [[0], [1, 2, 3], [4]] and rows == [[0], [0, 1, 1], [1]]
+    assert [part.seen(None)["rewards"].tolist() for part in parts] == places
+    assert [part.seen(None)["row_index"].tolist() for part in parts] == [[0], [0, 1, 2], [0]]
