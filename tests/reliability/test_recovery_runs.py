@@ -92,21 +92,20 @@ def test_a_worker_that_is_killed_in_an_update_costs_nothing_but_time(hybridflow:
 @pytest.mark.parametrize(
     ("data", "pools", "faults"),
     [
-        (CARTPOLE, TWO, [Fault("sampler.rollout", 2, [("main", 0)])]),
         (CARTPOLE, TWO, [Fault("actor.save", 2, [("main", 0)]), Fault("critic.update", 4, [("main", 0), ("main", 1)])]),
         (REVERSE, APART, [Fault("publish", 2, [("learning", 1)])]),
         (REVERSE, APART, [Fault("sampler.rollout", 3, [("sampling", 0)])]),
         (REVERSE, TWO, [Fault("actor.update", 2, [("main", 1)], signal.SIGSTOP)]),
         (REVERSE, TWO, [Fault("actor.update", 2, [("main", 1)]), Fault("mend", 1, [("main", 0)])]),
     ],
-    ids=["rollout", "saving, and a whole pool", "publish", "sampler of its own", "stopped", "again after it"],
+    ids=["saving, and a whole pool", "publish", "sampler of its own", "stopped", "again after it"],
 )
 def test_runs_end_as_if_nobody_had_been_lost(
     data: dict[str, Any], pools: dict[str, int], faults: list[Fault], hybridflow: Train, tmp_path: Path
 ) -> None:
     run, clean, _ = pair(hybridflow, tmp_path, on_ray(data, pools), *faults)
     check_same(run, clean)
-    assert len(recoveries(run)) == len(faults)
+    assert len(recoveries(run)) == sum(fault.what != "mend" for fault in faults), "a loss meanwhile is part of it"
 
 
 @pytest.mark.slow
