@@ -317,13 +317,9 @@ def test_replaying_methods_learn_from_agents_alike_and_refuse_others(hybridflow,
     assert records(tmp_path)[-1]["policy_version"] > 0
 
 
-def test_what_takes_one_agent_says_so(hybridflow, tmp_path):
+def test_an_evaluation_tells_the_return_of_each_agent(hybridflow, tmp_path):
     assert hybridflow("train", written(tmp_path, run_of("relay", critic__input="state", train__steps=1))).code == 0
-    run = tmp_path / "run"
-    assert "return/b" in hybridflow("eval", run).out.replace(" /", "/")
-    for command in (("export", run, tmp_path / "policy.onnx"), ("bench-policy", run)):
-        outcome = hybridflow(*command)
-        assert outcome.code == 2 and outcome.err.count("\n") == 1 and "several agents" in outcome.err, command
+    assert "return/b" in hybridflow("eval", tmp_path / "run").out.replace(" /", "/")
 
 
 @pytest.mark.parametrize(
