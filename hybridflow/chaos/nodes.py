@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Self
 
+import psutil
+
+from hybridflow.chaos.processes import descendants, kill_all
 from hybridflow.core.errors import WorkerError
 
 __all__ = ["Nodes"]
@@ -38,4 +41,6 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        started = descendants(psutil.Process(self.pid))
         self._popen.communicate()
+        kill_all(started)  # those that are stopped don't end with their node

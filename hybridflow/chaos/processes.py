@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Processes", "kill_all", "name_of", "pool_of", "remaining"]
+__all__ = ["Processes", "descendants", "kill_all", "name_of", "pool_of", "remaining"]
 
 WORKER = "HYBRIDFLOW_WORKER"
 END_S = 5.0
@@ -60,11 +60,11 @@ class Processes:
 
     def own(self) -> list[psutil.Process]:
         """What the run has started itself, and is alive."""
-        return [*_alive([self.root, *_children(self.root)])]
+        return [*_alive([self.root, *descendants(self.root)])]
 
     def all(self) -> list[psutil.Process]:
         """With those of the nodes that it runs on."""
-        return [*self.own(), *(_alive(_children(self.nodes)) if self.nodes else ())]
+        return [*self.own(), *(_alive(descendants(self.nodes)) if self.nodes else ())]
 
 
 def pool_of(process: psutil.Process) -> tuple[str, int]:
@@ -97,7 +97,8 @@ def remaining(processes: Collection[psutil.Process], timeout_s: float) -> list[p
     return left
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Its children, and theirs; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found: list[psutil.Process] = process.children(recursive=True)
         return found
