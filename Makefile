@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-all lint
+.PHONY: install demo test test-all test-long lint
 
 install: .venv/installed
 
@@ -21,7 +21,10 @@ test: install
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-all: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not long'
+
+test-long: install
+	$(BIN)/python -m pytest -m long
 
 lint: install
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Recovery from 64 faults of 22 kinds: how long until each is seen, and until the run goes on, with tiny runs.
+"""Recovery from 69 faults of 22 kinds: how long until each is seen, and until the run goes on, with tiny runs.
 
     python benchmarks/chaos.py [--only local,ray ...] [--json]
 

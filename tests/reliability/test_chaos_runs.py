@@ -23,6 +23,8 @@ MATRIX = importlib.util.module_from_spec(SPEC)
 sys.modules["chaos_cases"] = MATRIX
 SPEC.loader.exec_module(MATRIX)
 
+SOONER = ("local environments", "ray environments", "three nodes, environments")
+"""cases that ``make test-all`` has, too: 26 faults of 20 kinds"""
 LOCAL = with_keys(REVERSE, train__steps=12, checkpoint__every=1, reward={"retries": 1, "workers": 1}, evaluation__limit=4)
 
 
@@ -66,7 +68,9 @@ def test_a_run_that_does_not_end_as_the_one_without_faults_is_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", MATRIX.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SOONER else pytest.mark.long) for name in MATRIX.CASES]
+)
 def test_runs_go_on_from_every_fault_and_end_as_without(name: str, tmp_path: Path) -> None:
     code, told = MATRIX.run(name, tmp_path)
     case = MATRIX.CASES[name]
