@@ -75,7 +75,7 @@ def outcome(case: Case, mesh: Mesh, rank: int, lines: ProcessMesh, began: Path, 
     case.update(one)
     assert one.offload() > 0 and one.onload("update") > 0
     units = Units.of(data(case.rows), "row")
-    forwards = [most for _, _, most in one._deal(one._cut(units, 0, one.plan), units)]
+    forwards = [most for _, _, most in one._deal(one.plan.cut(units, one.seed, one.version, 0), units)]
     for line in (lines.shard, lines.replicate):
         line.traffic.clear()
     case.update(one)
