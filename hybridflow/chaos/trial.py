@@ -29,8 +29,8 @@ __all__ = ["LIMIT_S", "Befallen", "Trial"]
 LIMIT_S = 180.0
 """a run in which nothing gets done for so long hangs"""
 POLL_S = 0.005
-LEFT_S = 30.0
-"""a node's agents look for it every two seconds, and believe the fifth time that it is gone"""
+LEFT_S = 90.0
+"""agents of a Ray that was killed end by themselves, but outlive it by up to a minute"""
 TOLD = re.compile(r"^error: |: restart \d+ of \d+|recovered in ([\d.]+) s, back after step")
 """a line after a fault was seen; the last one is printed when that is mended already, and says how long it took"""
 
