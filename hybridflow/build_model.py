@@ -127,7 +127,7 @@ def fresh_spec(fresh: FreshModel, vocab_size: int) -> DecoderSpec:
         family=fresh.family,
         vocab_size=vocab_size,
         hidden_size=fresh.hidden_size,
-        intermediate_size=fresh.intermediate_size or fresh.hidden_size * 8 // 3,
+        intermediate_size=fresh.hidden_size * 8 // 3,
         num_layers=fresh.num_layers,
         num_heads=fresh.num_heads,
         num_kv_heads=fresh.num_kv_heads or fresh.num_heads,

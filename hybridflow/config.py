@@ -142,7 +142,6 @@ class RunConfig(Config):
     runtime: RuntimeConfig = RuntimeConfig()
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
-    """when workers are lost: max_restarts (0: end the run), deadline_s to answer, on_stall (restart or stop)"""
 
     @property
     def torch_device(self) -> torch.device:

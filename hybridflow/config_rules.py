@@ -27,7 +27,7 @@ OWN = 'give the sampler one of its own, such as pools = {{ learner = 1, envs = {
 
 def all_sections(config: RunConfig) -> set[str]:
     """The names of all sections that a configuration may have."""
-    return {name.split(".")[0] for name, *_ in keys(type(config)) if "." in name} | {*ALGORITHMS, "recovery"}
+    return {name.split(".")[0] for name, *_ in keys(type(config)) if "." in name} | {*ALGORITHMS}
 
 
 def conflicts_of(config: RunConfig) -> Iterator[str]:
@@ -209,9 +209,9 @@ def _replay_conflicts(config: RunConfig) -> Iterator[str]:
 def _exploration_conflicts(config: RunConfig) -> Iterator[str]:
     """Discrete actions are explored by chance, continuous ones by noise."""
     noisy, default = config.algorithm in ("td3", "ddpg"), ExplorationConfig()
-    for name in ("epsilon_start", "epsilon_end", "epsilon_decay_steps") if noisy else ("noise",):
+    for name in ("epsilon_end", "epsilon_decay_steps") if noisy else ("noise",):
         if getattr(config.exploration, name) != getattr(default, name):
-            how = "exploration.noise" if noisy else "exploration.epsilon_start and its like"
+            how = "exploration.noise" if noisy else "exploration.epsilon_end and epsilon_decay_steps"
             yield f"exploration.{name}: {config.algorithm} has no use for it and explores by {how}; leave it out"
 
 

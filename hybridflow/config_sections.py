@@ -41,15 +41,13 @@ class FreshModel(Config):
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
     """architecture"""
     hidden_size: int = Field(64, gt=0)
-    """width of the residual"""
+    """width of the residual; the gated MLP is 8/3 as wide"""
     num_layers: int = Field(2, gt=0)
     """transformer layers"""
     num_heads: int = Field(4, gt=0)
     """attention heads"""
     num_kv_heads: int | None = Field(None, gt=0)
     """fewer than num_heads for grouped-query attention; the same when left out"""
-    intermediate_size: int | None = Field(None, gt=0)
-    """of the gated MLP; 8/3 hidden_size when left out"""
     rope_theta: float = Field(10_000.0, gt=1)
     """base of the rotary wavelengths; about the longest sequence for models of short ones"""
 

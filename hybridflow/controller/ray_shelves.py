@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridflow.controller.shelf import Medium, Shelf
-from hybridflow.core.errors import WorkerError
+from hybridflow.core.errors import LostWorkersError, WorkerError
 
 __all__ = ["Shelves"]
 
@@ -24,7 +24,7 @@ ANSWER_S = 30.0
 
 
 class Shelves:
-    """Folders of a name on several nodes. ``own``: the driver's. Raises WorkerError: a node doesn't answer."""
+    """Folders of a name on several nodes. ``own``: the driver's. Raises LostWorkersError: a node doesn't answer."""
 
     def __init__(self, medium: Medium, run: str) -> None:
         self.medium, self.run = medium, run
@@ -134,4 +134,5 @@ def _get(references: list[Any]) -> list[Any]:
     try:
         return ray.get(references, timeout=ANSWER_S)  # type: ignore[no-any-return]
     except (RayError, GetTimeoutError) as error:
-        raise WorkerError(f"snapshot: a machine doesn't answer ({str(error).splitlines()[0]})") from None
+        told = str(error).splitlines()[0]
+        raise LostWorkersError(f"a machine that holds snapshots doesn't answer ({told})", ()) from None

@@ -194,9 +194,7 @@ class OpenTasks:
             f"{depth} in worker {rank} of {pool!r}" for (pool, rank), depth in sorted(depths.items())[:SHOWN]
         )
         lines.append(f"open tasks: {queues}")
-        if self.recovery.on_stall == "restart":
-            return self._lost("\n".join(lines), late or [task.group.pool.name for task in tasks], self.timeout_s)
-        return self._ended(WorkerError("\n".join(lines)))
+        return self._lost("\n".join(lines), late or [task.group.pool.name for task in tasks], self.timeout_s)
 
     def unfit(self, lost: Collection[str]) -> set[str]:
         """Forget what is open; of the pools that are not ``lost``, those that can't go on: which don't end their tasks, or

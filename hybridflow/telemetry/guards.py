@@ -184,6 +184,10 @@ class GuardsConfig(BaseModel):
                 raise ValueError(f"{name}.limit is missing")
         return self
 
+    def __str__(self) -> str:
+        """For lists of keys."""
+        return ", ".join(f"{name}: {getattr(self, name).action}" for name in DEFAULTS)
+
     @property
     def max_skips(self) -> int:
         """Optimizer steps that aren't finite and may be skipped in a row."""

@@ -62,10 +62,8 @@ class NetworkSource(Protocol):
 
 class ExplorationConfig(Config):
     """Keys of ``[exploration]``. Discrete actions: epsilon-greedy, where the chance of a uniformly drawn action falls
-    linearly over the steps of all environments. Continuous ones: normal noise."""
+    linearly from 1 over the steps of all environments. Continuous ones: normal noise."""
 
-    epsilon_start: float = Field(1.0, ge=0, le=1)
-    """chance at the first step"""
     epsilon_end: float = Field(0.05, ge=0, le=1)
     """chance after the decay"""
     epsilon_decay_steps: int = Field(10_000, ge=1)
@@ -76,7 +74,7 @@ class ExplorationConfig(Config):
     def epsilon(self, steps: Array) -> Array:
         """Chance of a uniform action after ``steps`` steps of all environments."""
         progress = np.minimum(steps / self.epsilon_decay_steps, 1.0)
-        epsilon: Array = self.epsilon_start + (self.epsilon_end - self.epsilon_start) * progress
+        epsilon: Array = 1.0 + (self.epsilon_end - 1.0) * progress
         return epsilon
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import ray
 from ray_workers import Maker, Sleeper, Troubled, role
 from test_ray_errors import gone
 
 from hybridflow.controller.ray_runtime import RayRuntime
+from hybridflow.controller.ray_shelves import Shelves
 from hybridflow.controller.recovery import RecoveryConfig
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import LostWorkersError
@@ -113,3 +115,17 @@ def test_a_pool_that_is_in_the_middle_of_something_for_too_long_is_made_anew_too
     runtime.mend(lost.pools)
     assert set(runtime.pids.values()).isdisjoint(before.values())
     assert started.maker.make(IDS)["scores"].tolist() == [50.0, 50.5, 51.0, 51.5]
+
+
+def test_a_machine_that_loses_its_shelf_counts_as_lost_and_gets_it_again(ray_cluster: None) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    shelves = Shelves("@memory", "unanswering")
+    shelves._nodes = {here: shelves._elsewhere(here)}
+    shelves.make("before")
+    ray.kill(shelves._nodes[here])
+    with pytest.raises(LostWorkersError, match="a machine that holds snapshots doesn't answer"):
+        shelves.make("snapshot")
+    shelves.open([here])
+    shelves.make("snapshot")
+    assert shelves.room_bytes()[here] > 0
+    shelves.close()

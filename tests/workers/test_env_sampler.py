@@ -214,7 +214,7 @@ def test_deterministic_actions_carry_noise_in_units_of_the_bounds():
 
 def test_exploration_decays_over_the_steps_of_all_environments():
     config = EnvironmentConfig(id="CartPole-v1", num_envs=4, steps_per_rollout=50)
-    exploration = ExplorationConfig(epsilon_start=1.0, epsilon_end=0.0, epsilon_decay_steps=200)
+    exploration = ExplorationConfig(epsilon_end=0.0, epsilon_decay_steps=200)
     sampler = sampler_for(config, exploration=exploration)
     first = sampler.rollout(rollout_source(config))
     assert sampler.context.metrics.values()["epsilon"] == pytest.approx(1 - 24.5 / 50)
