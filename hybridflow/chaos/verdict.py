@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.records import is_measured, read_records
 
 __all__ = ["differences"]
-
-MEASURED = ("time/", "memory/", "workers/", "moved/", "driver/", "recovery/")
-"""metrics of time, memory and traffic"""
-SPEEDS = "_per_s"
 
 
 def differences(clean: Path, other: Path) -> list[str]:
@@ -44,10 +40,7 @@ def _of_metrics(clean: Path, other: Path) -> Iterator[str]:
         yield f"metrics of {len(others)} steps, not {len(steps)}"
         return
     for one, two in zip(expected, found, strict=True):
-        if names := [name for name in sorted(one.keys() | two.keys()) if _learned(name) and one.get(name) != two.get(name)]:
+        learned = [name for name in sorted(one.keys() | two.keys()) if not is_measured(name)]
+        if names := [name for name in learned if one.get(name) != two.get(name)]:
             yield f"step {one['step']}: {', '.join(names[:3])} differ"
             return
-
-
-def _learned(name: str) -> bool:
-    return not name.startswith(MEASURED) and not name.endswith(SPEEDS)

@@ -27,13 +27,9 @@ from hybridflow.config import RunConfig
 from hybridflow.core.batch import Batch, Ragged
 from hybridflow.core.errors import UserError, WorkerError
 from hybridflow.launch import train
-from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.records import is_measured, read_records
 
 __all__ = ["Compared", "compare", "verify_resume"]
-
-MEASURED = ("time/", "memory/", "moved/", "driver/", "workers/")
-"""metrics of the machine, by how their names begin"""
-PER_SECOND = "_per_s"
 
 
 class Compared(NamedTuple):
@@ -107,14 +103,15 @@ def compare(one: Path, other: Path) -> list[Compared]:
 
 def _metrics(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Compared:
     values = [
-        {f"step {record['step']}: {name}": value for record in records for name, value in record.items() if _counts(name)}
+        {
+            f"step {record['step']}: {name}": value
+            for record in records
+            for name, value in record.items()
+            if not is_measured(name)
+        }
         for records in (one, other)
     ]
     return _compared("metrics", *values)
-
-
-def _counts(name: str) -> bool:
-    return not name.startswith(MEASURED) and not name.endswith((PER_SECOND, "_s"))
 
 
 def _compared(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Compared:

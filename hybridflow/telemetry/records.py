@@ -14,7 +14,10 @@ import numpy as np
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.files import write_whole
 
-__all__ = ["keep_until", "read_records", "to_json"]
+__all__ = ["is_measured", "keep_until", "read_records", "to_json"]
+
+MACHINE = ("time/", "memory/", "workers/", "moved/", "driver/")
+PER_SECOND = "_per_s"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -42,6 +45,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
                 f"{path}: line {number} is no JSON object with a step: the file is damaged; delete the line"
             )
     return records
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric is of the machine (time, memory, traffic), so that equal runs differ in it."""
+    return name.startswith(MACHINE) or name.endswith(PER_SECOND)
 
 
 def keep_until(path: Path, step: int) -> None:
