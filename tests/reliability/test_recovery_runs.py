@@ -14,7 +14,7 @@ from conftest import CARTPOLE, REVERSE, Outcome, saved_tensors, with_keys, writt
 from worker_faults import Fault, striking
 
 from hybridflow import checkpoint
-from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.records import is_measured, read_records
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -44,9 +44,7 @@ def ended(run: Path) -> dict[str, torch.Tensor]:
 
 def measured(run: Path) -> list[dict[str, Any]]:
     """The records without what depends on the machine."""
-    apart = ("time/", "memory/", "workers/", "moved/", "driver/", "replay/inserted_per_s")
-    records = read_records(run / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if not k.startswith(apart) and not k.endswith("_per_s")} for r in records]
+    return [{k: v for k, v in r.items() if not is_measured(k)} for r in read_records(run / "metrics.jsonl")]
 
 
 def check_same(run: Path, clean: Path) -> None:
@@ -95,10 +93,11 @@ def test_a_worker_that_is_killed_in_an_update_costs_nothing_but_time(hybridflow:
         (CARTPOLE, TWO, [Fault("actor.save", 2, [("main", 0)]), Fault("critic.update", 4, [("main", 0), ("main", 1)])]),
         (REVERSE, APART, [Fault("publish", 2, [("learning", 1)])]),
         (REVERSE, APART, [Fault("sampler.rollout", 3, [("sampling", 0)])]),
+        (REVERSE, APART, [Fault("sampler.rollout", 7, [("sampling", 0)])]),
         (REVERSE, TWO, [Fault("actor.update", 2, [("main", 1)], signal.SIGSTOP)]),
         (REVERSE, TWO, [Fault("actor.update", 2, [("main", 1)]), Fault("mend", 1, [("main", 0)])]),
     ],
-    ids=["saving, and a whole pool", "publish", "sampler of its own", "stopped", "again after it"],
+    ids=["saving, and a whole pool", "publish", "sampler of its own", "last evaluation", "stopped", "again after it"],
 )
 def test_runs_end_as_if_nobody_had_been_lost(
     data: dict[str, Any], pools: dict[str, int], faults: list[Fault], hybridflow: Train, tmp_path: Path
