@@ -102,11 +102,11 @@ CASES = {
     "local rewards": Case(REVERSE, (*REWARDS, "kill-driver", "pause-driver"), 8),
     "local replay": Case(REPLAY, ("kill-driver", "kill-driver-saving", "flip-checkpoint", "terminate-driver"), 4),
     "ray pools": Case({**REVERSE, **APART}, (*WORKERS, *REWARDS, "kill-driver", "terminate-driver", "fill-disk"), 14),
-    "ray environments": Case({**CARTPOLE, **TOGETHER}, (*WORKERS, "kill-driver", "kill-everything"), 8),
+    "ray environments": Case({**CARTPOLE, **TOGETHER}, (*WORKERS, "kill-driver", "kill-everything"), 8, steps=150),
     "ray asynchronous": Case(ASYNC, ("kill-worker", "kill-pool", "kill-driver", "pause-worker"), 4, steps=150),
     "local, 30,000 samples": Case(MANY, ("kill-driver", "kill-driver-saving", *REWARDS, "terminate-driver"), 5),
     "three nodes, learning": Case({**REVERSE, **SPREAD}, (*NODES, "kill-worker", "kill-pool", "kill-driver"), 8, nodes=3),
-    "three nodes, environments": Case({**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, nodes=3),
+    "three nodes, environments": Case({**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, steps=300, nodes=3),
 }
 
 

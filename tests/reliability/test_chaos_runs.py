@@ -54,7 +54,7 @@ def test_a_run_that_does_not_end_as_the_one_without_faults_is_told(
 ) -> None:
     (tmp_path / "leaving.py").write_text(
         "import subprocess\n"
-        "started = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "started = subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
         "def score(response): return float(len(response))\n"
     )
     # Without a retry, the call that its process dies at is a failed row.
@@ -62,7 +62,7 @@ def test_a_run_that_does_not_end_as_the_one_without_faults_is_told(
     code, told = chaos(hybridflow, tmp_path, with_keys(LOCAL, reward=reward), "--kinds", "kill-reward")
     assert code == 1
     assert told["differences"]
-    assert any("sleep 60" in process for process in told["left"])
+    assert any("sleep 600" in process for process in told["left"])
     assert [fault["problem"] for fault in told["faults"]] == [""], "it went on, with a row less"
 
 
