@@ -106,7 +106,9 @@ CASES = {
     "ray asynchronous": Case(ASYNC, ("kill-worker", "kill-pool", "kill-driver", "pause-worker"), 4, steps=150),
     "local, 30,000 samples": Case(MANY, ("kill-driver", "kill-driver-saving", *REWARDS, "terminate-driver"), 5),
     "three nodes, learning": Case({**REVERSE, **SPREAD}, (*NODES, "kill-worker", "kill-pool", "kill-driver"), 8, nodes=3),
-    "three nodes, environments": Case({**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, steps=300, nodes=3),
+    "three nodes, environments": Case(
+        {**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, steps=300, nodes=3
+    ),
 }
 
 
