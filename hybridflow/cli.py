@@ -181,6 +181,10 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     ledger = command("ledger", _ledger, "what became of every sample of a run; exit code 1 if one is lost or counts twice")
     ledger.add_argument("source", type=Path, metavar="RUN", help="run directory")
     ledger.add_argument("--json", action="store_true")
+    auction = command("auction", _auction, "who bid what for which resources of a run, who got them, and what that saved")
+    auction.add_argument("action", choices=("explain",))
+    auction.add_argument("source", type=Path, metavar="RUN", help="run directory")
+    auction.add_argument("--json", action="store_true")
     report = command("report", _report, "write one HTML page about one or several runs")
     report.add_argument("runs", type=Path, nargs="+", help="run directories")
     report.add_argument("--output", type=Path, help="default: report.html in the first run")
@@ -492,6 +496,12 @@ def _show(options: Any) -> int | None:
 
     shown = {"algorithms": show.algorithms, "tasks": show.task_list, "keys": show.run_keys, "doctor": show.doctor}
     return shown[options.name](options.json)
+
+
+def _auction(options: Any) -> None:
+    from hybridflow.commands.auction import explain
+
+    explain(options.source, options.json)
 
 
 def _graph(options: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.files import write_whole
 
-__all__ = ["is_measured", "keep_until", "read_records", "to_json"]
+__all__ = ["append_record", "is_measured", "keep_until", "read_records", "to_json"]
 
 MACHINE = ("time/", "memory/", "workers/", "moved/", "driver/")
 PER_SECOND = "_per_s"
@@ -23,6 +23,12 @@ PER_SECOND = "_per_s"
 def to_json(value: Any, indent: int | None = None) -> str:
     """JSON text of nested mappings, sequences, numbers (numpy's too) and strings."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """One line more, handed to the operating system at once."""
+    with path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(to_json(record) + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

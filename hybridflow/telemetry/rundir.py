@@ -5,6 +5,7 @@ metrics.jsonl    one object a step; its keys are those of ``telemetry.metrics.ME
 samples.jsonl    a few responses of every step
 timeline.json    when each role ran (Chrome trace; opens in Perfetto)
 ledger.sqlite    what became of every sample
+auction.jsonl    one line for each round of the auction of resources, if there is one
 recoveries.jsonl one line for each time that workers were lost and the run went on
 result.json      the outcome of an evaluation
 checkpoints/     what a run resumes from
@@ -117,6 +118,10 @@ class RunDirectory:
         return self.path / "recoveries.jsonl"
 
     @property
+    def auction(self) -> Path:
+        return self.path / "auction.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -139,7 +144,8 @@ class RunDirectory:
             events.unlink()
 
     def keep_until(self, step: int) -> None:
-        """Drop metrics, samples and timeline events of later steps, before the run resumes after ``step``."""
+        """Drop what was recorded of later steps, before the run resumes after ``step``."""
         keep_until(self.metrics, step)
         keep_until(self.samples, step)
+        keep_until(self.auction, step)
         keep_events_until(self.timeline, step)
