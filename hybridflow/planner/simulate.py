@@ -1,8 +1,9 @@
 """A device mapping at work: who runs, pulls and waits when, over several steps, as the spans that real runs write.
 
 A task starts when all that it reads is there and its pool is free. "sync": a step starts when the one before is done, for
-rollouts need its weights, and a pool takes its tasks stage by stage, in the order of the program. "async": when the last
-but one is, one step stale, and a pool takes what is ready, of the oldest step first.
+rollouts need its weights, and a pool takes its tasks stage by stage, in the order of the program. "async": when the one
+``staleness`` steps before that is, and a pool takes what is ready, of the oldest step first. Calls take whole steps; where
+they are groups of responses, see ``streaming``.
 
 Replicas of a sampler draw responses of different lengths, so they end at different times, and the pool goes on when the
 slowest is done, which in the mean of many steps takes what was estimated.
@@ -20,12 +21,11 @@ from numpy.typing import NDArray
 from hybridflow.core.metrics import Span
 from hybridflow.planner.cost import Estimate
 from hybridflow.planner.graph import Task, TaskGraph
+from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.mapping import DeviceMapping, Strategy
 
 __all__ = ["Simulation", "simulate"]
 
-BEHIND = {"sync": 1, "async": 2}
-"""a step starts when the one so many before it is done"""
 DRAWS = 32
 DRIVER = ""
 WAITS = ("queue", "transfer")
@@ -64,11 +64,19 @@ class Simulation:
 
 
 def simulate(
-    graph: TaskGraph, mapping: DeviceMapping, estimates: Mapping[str, Estimate], steps: int = 3, seed: int = 0
+    graph: TaskGraph,
+    mapping: DeviceMapping,
+    estimates: Mapping[str, Estimate],
+    steps: int = 3,
+    seed: int = 0,
+    staleness: int = 1,
+    lengths: Lengths | None = None,
 ) -> Simulation:
-    """``estimates`` of every task, by name. The same ``seed`` draws the same lengths of responses."""
-    calls, turns = _Calls(graph, mapping, steps), _turns(graph, mapping)
-    slowness = {task.name: _slowness(task, mapping, steps, seed) for task in graph.tasks}
+    """``estimates`` of every task, by name. The same ``seed`` draws the same lengths of responses: by their tasks, or of
+    ``lengths``. ``staleness``: of an asynchronous mapping; a synchronous one has none."""
+    behind = 1 + (staleness if mapping.schedule == "async" else 0)
+    calls, turns = _Calls(graph, mapping, steps, behind), _turns(graph, mapping)
+    slowness = {task.name: _slowness(task, mapping, steps, seed, lengths) for task in graph.tasks}
     told: list[list[Span]] = [[] for _ in range(steps)]
     while calls.waiting:
         step, task, times = calls.next(turns)
@@ -79,10 +87,11 @@ def simulate(
 
 
 class _Calls:
-    """Tasks of all steps. ``waiting``: in the program's order; ``done``: when those that ran were, by step and name."""
+    """Tasks of all steps. ``waiting``: in the program's order; ``done``: when those that ran were, by step and name. A step
+    starts when the one ``behind`` before it is done."""
 
-    def __init__(self, graph: TaskGraph, mapping: DeviceMapping, steps: int) -> None:
-        self.in_order, self.behind = mapping.schedule == "sync", BEHIND[mapping.schedule]
+    def __init__(self, graph: TaskGraph, mapping: DeviceMapping, steps: int, behind: int) -> None:
+        self.in_order, self.behind = mapping.schedule == "sync", behind
         self.tasks = sorted(graph.tasks, key=lambda task: graph.stages[task.name])
         self.reads = {task.name: [edge.writer for edge in graph.edges if edge.reader == task.name] for task in self.tasks}
         self.waiting = [(step, task) for step in range(steps) for task in self.tasks]
@@ -126,16 +135,14 @@ def _turns(graph: TaskGraph, mapping: DeviceMapping) -> dict[str, _Turns]:
     return turns
 
 
-def _slowness(task: Task, mapping: DeviceMapping, steps: int, seed: int) -> NDArray[np.float64]:
+def _slowness(task: Task, mapping: DeviceMapping, steps: int, seed: int, given: Lengths | None) -> NDArray[np.float64]:
     """[steps, replicas]: decode steps of each replica as a share of those of the slowest one, in the mean of ``DRAWS``. A
-    replica runs until its longest response is done, or as long as its ``slots`` are full. Lengths are gamma
-    distributed and cut at the ``longest``."""
+    replica runs until its longest response is done, or as long as its ``slots`` are full."""
     replicas = mapping.strategies.get(task.role, Strategy()).dp
-    if task.kind != "generate" or not task.deviation:
+    if task.kind != "generate" or not (given or task.deviation):
         return np.ones((steps, 1))
-    rng, shape = np.random.default_rng(seed), (task.response / task.deviation) ** 2
-    lengths = rng.gamma(shape, task.response / shape, (max(steps, DRAWS), replicas, ceil(task.rows / replicas)))
-    lengths = np.minimum(lengths, task.longest or np.inf)
+    drawn = given or Lengths(task.response, task.deviation, task.longest)
+    lengths = drawn.draw(np.random.default_rng(seed), (max(steps, DRAWS), replicas, ceil(task.rows / replicas)))
     needed = np.maximum(lengths.max(-1), lengths.sum(-1) / (task.slots or lengths.shape[-1]))
     return np.asarray(needed[:steps] / needed.max(-1).mean())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +16,7 @@ from hybridflow.models.spec import DecoderSpec
 from hybridflow.planner.cluster import Device, Machine
 from hybridflow.planner.cost import Estimate
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
+from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.mapping import DeviceMapping, Pool, Schedule, Strategy
 from hybridflow.planner.search import pool_seconds, step_seconds
 from hybridflow.planner.simulate import Simulation, simulate
@@ -31,8 +32,8 @@ class Case(NamedTuple):
     mapping: DeviceMapping
     estimates: dict[str, Estimate]
 
-    def simulated(self, steps: int = 3, seed: int = 0) -> Simulation:
-        return simulate(self.graph, self.mapping, self.estimates, steps, seed)
+    def simulated(self, steps: int = 3, seed: int = 0, **how: Any) -> Simulation:
+        return simulate(self.graph, self.mapping, self.estimates, steps, seed, **how)
 
     @property
     def cost(self) -> float:
@@ -192,6 +193,29 @@ def test_two_steps_are_in_flight_at_most() -> None:
     assert chained.simulated(12).step_s == pytest.approx(max(4.5, 8.875 / 2))
     slower = chained._replace(estimates={**chained.estimates, "judge.score": Estimate({"compute": 4.0})})
     assert slower.simulated(12).step_s == pytest.approx(11.625 / 2)
+
+
+def test_more_staleness_lets_more_steps_be_in_flight() -> None:
+    """In a chain of three pools a step takes its share of what is in flight, and no less than the slowest pool."""
+    case = rlhf("async", apart=True)
+    *_, pool = case.mapping.pools
+    pools = (Pool("judges", MACHINE, 4, (JUDGES,)), Pool("learners", MACHINE, 4, (LEARNS,)), pool)
+    chained = case._replace(
+        mapping=replace(case.mapping, pools=pools),
+        estimates={**case.estimates, "judge.score": Estimate({"compute": 4.0})},
+    )
+    found = [chained.simulated(24, staleness=staleness).step_s for staleness in (0, 1, 2, 5)]
+    assert found == pytest.approx([11.625, 11.625 / 2, 4.5, 4.5])
+    assert chained.simulated(24) == chained.simulated(24, staleness=1)
+
+
+def test_recorded_lengths_replace_those_that_are_assumed() -> None:
+    skewed = Lengths.of((1.0,) * 15 + (100.0,))
+    alike, uneven = rlhf(), rlhf(deviation=48.0)
+    assert alike.simulated(8, lengths=Lengths(64.0)) == alike.simulated(8)
+    assert uneven.simulated(8, lengths=Lengths(64.0, 48.0, 999)) == uneven.simulated(8)
+    drawn = {s.duration_s for step in alike.simulated(40, lengths=skewed).steps for s in step if s.kind == "generate"}
+    assert len(drawn) == 2 and max(drawn) == pytest.approx(100 * min(drawn)), "with a long response among 16, or without"
 
 
 def test_a_rollout_goes_before_learning_that_waits() -> None:
