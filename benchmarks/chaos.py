@@ -53,20 +53,20 @@ REPLAY: dict[str, Any] = {
 }
 del REPLAY["ppo"]
 APART = {
-    "runtime": {"kind": "ray", "slots": 3},
+    "runtime": {"kind": "ray"},
     "placement": {
         "pools": {"learning": 2, "sampling": 1},
         "roles": {"actor": "learning", "reward": "sampling", "sampler": "sampling"},
     },
 }
-TOGETHER = {"runtime": {"kind": "ray", "slots": 2}, "placement": {"pools": {"main": 2}}}
+TOGETHER = {"runtime": {"kind": "ray"}, "placement": {"pools": {"main": 2}}}
 SPREAD = {"runtime": {"kind": "ray"}, "placement": {"pools": {"main": [1, 1]}}}
 ASYNC: dict[str, Any] = {
     **CARTPOLE,
     "algorithm": "impala",
     "environment": {**CARTPOLE["environment"], "workers": 2},
     "train": {},
-    "runtime": {"kind": "ray", "slots": 3},
+    "runtime": {"kind": "ray"},
     "placement": {
         "pools": {"learning": 1, "acting": 2},
         "roles": {"actor": "learning", "critic": "learning", "sampler": "acting"},

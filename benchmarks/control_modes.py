@@ -71,7 +71,7 @@ def on_ray(config: Config, workers: int) -> Config:
     """Env workers as processes, and all other roles in one."""
     others = ["actor", "critic"] if config["algorithm"] in ("a2c", "impala", "ppo", "trpo") else ["actor"]
     placement = {"pools": {"learner": 1, "envs": workers}, "roles": dict.fromkeys(others, "learner") | {"sampler": "envs"}}
-    return {**config, "runtime": {"kind": "ray", "slots": workers + 1}, "placement": placement}
+    return {**config, "runtime": {"kind": "ray"}, "placement": placement}
 
 
 @dataclass(frozen=True)

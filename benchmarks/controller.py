@@ -240,7 +240,7 @@ def _forget_store() -> None:
 @contextlib.contextmanager
 def runtime(pools: Mapping[str, int], roles: Mapping[str, str]) -> Iterator[RayRuntime]:
     placement = Placement(tuple(ResourcePool(n, (size,)) for n, size in pools.items()), roles, next(iter(pools)))
-    made = RayRuntime(placement, address=None, slots=16, threads=1, timeout_s=120.0, gpus=False)
+    made = RayRuntime(placement, address=None, threads=1, timeout_s=120.0, gpus=False)
     try:
         yield made
     finally:

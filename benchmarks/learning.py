@@ -43,7 +43,7 @@ class Target:
 
 CARTPOLE = Target("CartPole-v1", 475)
 TWO_WORKERS = (
-    *("--runtime.kind", "ray", "--runtime.slots", "3", "--placement.pools.learner", "1", "--placement.pools.envs", "2"),
+    *("--runtime.kind", "ray", "--placement.pools.learner", "1", "--placement.pools.envs", "2"),
     *("--placement.roles.actor", "learner", "--placement.roles.sampler", "envs"),
 )
 TARGETS = {

@@ -546,7 +546,7 @@ def configuration(model: str, dtype: str, mesh: Mesh, shard: ShardMode) -> RunCo
             "data": {"task": "addition", "options": {"format": "compact"}},
             "generation": {"max_new_tokens": 8},
             "train": {"group_size": 2},
-            "runtime": {"kind": "ray", "slots": mesh.size},
+            "runtime": {"kind": "ray"},
             "placement": {"pools": {"main": mesh.size}},
         },
         "benchmark",

@@ -114,7 +114,6 @@ def config_of(name: str, steps: int) -> RunConfig:
             "runtime": {"kind": "ray"},
             "placement": PLACEMENTS[placement],
             "evaluation": {"limit": 2},
-            "checkpoint": {"export": False},
         },
         name,
     )

@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "train": {"prompts_per_step": 2, "group_size": 4},
     "evaluation": {"limit": 4},
 }
-ON_RAY = {"runtime": {"kind": "ray", "slots": 2}, "placement": {"pools": {"main": 2}}}
+ON_RAY = {"runtime": {"kind": "ray"}, "placement": {"pools": {"main": 2}}}
 
 
 @dataclass

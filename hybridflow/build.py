@@ -22,7 +22,7 @@ from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.build_environment import EnvironmentParts
 from hybridflow.build_pairs import PairParts
-from hybridflow.build_replay import replay_buffer, replay_schedule
+from hybridflow.build_replay import replay_buffer
 from hybridflow.build_text import TextParts
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import RunConfig
@@ -33,7 +33,7 @@ from hybridflow.core.errors import UserError
 from hybridflow.core.roles import Algorithm, Role, Runtime
 from hybridflow.hooks import Evaluation
 from hybridflow.rollout.buffer import Buffer, Fifo, InformativeGroups
-from hybridflow.rollout.schedule import Asynchronous, DynamicSampling, Lagging, Schedule, Synchronous
+from hybridflow.rollout.schedule import Ahead, Asynchronous, DynamicSampling, Offline, Schedule, Synchronous
 from hybridflow.train import Trainer
 from hybridflow.workers.estimator import EstimatorWorker
 
@@ -106,7 +106,6 @@ def make_runtime(config: RunConfig) -> Runtime:
     return RayRuntime(
         config.placed,
         address=given.address,
-        slots=given.slots,
         threads=config.threads,
         timeout_s=given.timeout_s,
         gpus=config.torch_device.type == "cuda",
@@ -136,27 +135,29 @@ def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
 
 
 def _buffer_and_schedule(config: RunConfig, parts: Parts, runtime: Runtime) -> tuple[Buffer, Schedule]:
-    train, replay, updates = config.train, None, config.updates_per_step // config.draws_per_update
+    train, ahead, updates = config.train, config.schedule.ahead, config.updates_per_step // config.draws_per_update
+    buffer: Buffer = Fifo(max_staleness=ahead)
     if isinstance(parts, EnvironmentParts) and config.replays:
-        replay = replay_buffer(config, parts.spaces, runtime)
+        buffer = replay_buffer(config, parts.spaces, runtime)
     if isinstance(parts, EnvironmentParts) and isinstance(parts.actor, SplitActor):
         schedule = Asynchronous(runtime.wait_any, parts.actor.turn_to, parts.shares, updates)
-        return Fifo(max_staleness=sys.maxsize) if replay is None else replay, schedule
-    if replay is not None:
-        return replay, replay_schedule(config, updates)
+        return buffer if config.replays else Fifo(max_staleness=sys.maxsize), schedule
+    if config.environment is not None and config.environment.steps_per_rollout == 0:
+        return buffer, Offline(updates)
     if train.max_refills and isinstance(parts, TextParts):
         groups = InformativeGroups()
         return groups, DynamicSampling(parts.draw, groups, train.prompts_per_step, train.max_refills)
-    if config.algorithm == "impala":
-        return Fifo(max_staleness=config.impala.lag), Lagging(config.impala.lag)
-    return Fifo(), Synchronous()
+    if ahead and isinstance(parts, EnvironmentParts | TextParts):
+        return buffer, Ahead(parts.actor, ahead, updates)
+    return buffer, Synchronous(updates)
 
 
 def make_objective(config: RunConfig, failures: tuple[str, ...] = ()) -> Objective:
     """The policy loss, the KL and the shaping that policy-gradient methods share."""
     algorithm: Any = ALGORITHMS[config.algorithm].algorithm
+    correction = config.loss.correction or ("truncate" if config.schedule.ahead else "none")
     return Objective(
-        config.loss,
+        config.loss.model_copy(update={"correction": correction}),
         config.kl,
         config.shaping,
         kl_where=algorithm.kl_where,

@@ -250,14 +250,11 @@ def _is_set(data: Any, key: tuple[str, ...]) -> bool:
 
 
 def _runtime_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
-    """Several machines are a Ray cluster that is there; a Ray that is started here needs room."""
+    """Several machines are a Ray cluster that is there."""
     yield ("runtime", "kind"), "ray", "local"
-    total, machine, given = sum(pool.devices for pool in mapping.pools), mapping.pools[0].machine, config.runtime
-    if total > machine.devices and given.address is None:
+    total, machine = sum(pool.devices for pool in mapping.pools), mapping.pools[0].machine
+    if total > machine.devices and config.runtime.address is None:
         yield ("runtime", "address"), "auto", None
-        yield ("runtime", "slots"), None, None
-    elif 0 < given.slots < total:
-        yield ("runtime", "slots"), total, 0
 
 
 def _placement_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:

@@ -15,10 +15,9 @@ from hybridflow.data.envs import entry_types
 from hybridflow.data.recorded import open_recorded
 from hybridflow.models.memory import memory_size
 from hybridflow.rollout.replay import Replay
-from hybridflow.rollout.schedule import Offline, Overlapping, Schedule, Synchronous
 from hybridflow.workers.replay_rows import ReplayWorker, unit_bytes
 
-__all__ = ["replay_buffer", "replay_role", "replay_schedule"]
+__all__ = ["replay_buffer", "replay_role"]
 
 
 def replay_role(config: RunConfig, spaces: tuple[Any, Any]) -> Role[ReplayWorker]:
@@ -52,11 +51,3 @@ def _recorded(config: RunConfig, spaces: tuple[Any, Any]) -> Callable[[], Iterab
     if recorded.num_steps < replay.warmup and environment.steps_per_rollout == 0:
         raise DataError(f"{found} and none is added, but replay.warmup = {replay.warmup}; lower it")
     return recorded.batches
-
-
-def replay_schedule(config: RunConfig, updates: int) -> Schedule:
-    """Who collects, and learns ``updates`` times, when."""
-    assert config.environment is not None, "validated"
-    if config.environment.steps_per_rollout == 0:
-        return Offline(updates)
-    return Overlapping(updates) if config.replay.overlap else Synchronous(updates)

@@ -25,7 +25,7 @@ from hybridflow.build_model import (
 )
 from hybridflow.config import RunConfig
 from hybridflow.config_sections import ModelConfig
-from hybridflow.controller.actor import LinkedActor
+from hybridflow.controller.actor import LinkedActor, StreamingActor
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import DataError, RewardError, UserError
 from hybridflow.core.roles import Role, Runtime, Scorer
@@ -134,7 +134,11 @@ class TextParts:
             "precision": config.generation.precision,
             "max_length": self._longest() + config.generation.max_new_tokens,
         }
-        return LinkedActor(self.runtime, learner, Role("sampler", TextSampler, args))
+        if config.runtime.kind == "local" or config.schedule.kind != "async":
+            return LinkedActor(self.runtime, learner, Role("sampler", TextSampler, args))
+        args |= {"streams": True, "partial_rollouts": config.schedule.partial_rollouts}
+        workers = config.placed.pool_of("sampler").size
+        return StreamingActor(self.runtime, learner, Role("sampler", TextSampler, args), workers)
 
     def critic(self) -> Any:
         return self._critic("critic", {})

@@ -58,6 +58,7 @@ from hybridflow.data.envs import EnvironmentConfig
 from hybridflow.data.prompts import DataConfig
 from hybridflow.rollout.replay import ReplayConfig
 from hybridflow.rollout.rewards import RewardConfig, ScorerConfig
+from hybridflow.rollout.schedule import ScheduleConfig
 from hybridflow.telemetry.guards import GuardsConfig
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.workers.env_sampler import ExplorationConfig
@@ -141,6 +142,7 @@ class RunConfig(Config):
     """checks of every step, each by name: kl = "stop", or kl = { limit = 5, steps = 1, action = "stop" }"""
     runtime: RuntimeConfig = RuntimeConfig()
     placement: PlacementConfig = PlacementConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     recovery: RecoveryConfig = RecoveryConfig()
 
     @property
@@ -163,6 +165,7 @@ class RunConfig(Config):
             "evaluation",
             "checkpoint",
             "runtime",
+            "schedule",
             self.algorithm,
             *({"critic", "cost", "teacher"} & roles.keys()),
         }

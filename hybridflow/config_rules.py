@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybridflow.algorithms import ALGORITHMS
-from hybridflow.algorithms.impala import ImpalaConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient, conflicts
 from hybridflow.config_sections import GenerationMeshConfig, section_of
 from hybridflow.core.config import keys
@@ -49,6 +48,7 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
         given = "data" if config.environment is None else "environment"
         yield from conflicts(config.loss, config.kl, method.algorithm.kl_where, given)
     yield from _best_conflicts(config)
+    yield from _schedule_conflicts(config)
     if config.evaluation.functions and (config.environment is not None or method.records == "pairs"):
         yield "evaluation.functions: they score responses, but episodes have returns and pairs are told apart; remove them"
     if config.evaluation.options and config.environment is None:
@@ -77,6 +77,46 @@ def _best_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: every checkpoint needs an evaluation to compare by; {wish} (now {every} and {evaluated})"
 
 
+def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
+    """Rollouts that begin before the weights are there that they would be learned with."""
+    if config.schedule.kind == "sync":
+        if config.loss.correction is None and config.loss.correction_cap is not None:
+            yield "loss.correction_cap has no effect without loss.correction; set correction, or remove it"
+        return
+    found, environment, method = (
+        f'schedule.kind = "{config.schedule.kind}"',
+        config.environment,
+        ALGORITHMS[config.algorithm],
+    )
+    if environment is None and method.records != "prompts":
+        yield f"{found}: {config.algorithm} has no rollouts; remove [schedule]"
+    elif environment is not None and not config.replays and config.algorithm not in ("impala", "ppo"):
+        yield f"{found}: {config.algorithm} learns from its newest policy's rollouts alone; remove [schedule]"
+    elif environment is not None and environment.workers:
+        yield f"{found}: environment.workers collect by themselves while others learn; remove [schedule]"
+    elif environment is not None and environment.steps_per_rollout == 0:
+        yield f"{found}: environment.steps_per_rollout = 0 collects nothing; remove [schedule]"
+    elif config.train.max_refills:
+        yield f"{found}: train.max_refills rolls out again until enough prompts say something; leave one of both out"
+    elif config.runtime.kind == "ray":
+        yield from _sampler_alone_conflicts(config, found)
+
+
+def _sampler_alone_conflicts(config: RunConfig, found: str) -> Iterator[str]:
+    """The sampler works while others do, so in processes of its own."""
+    if any(config.placement.conflicts(config.algorithm, config.roles(), config.models)):
+        return  # told already
+    pool, mesh = config.placed.pool_of("sampler"), config.actor.generation_mesh
+    others = [role for role in config.roles() if role != "sampler" and config.placed.pool_of(role) == pool]
+    if others:
+        yield f"{found}: {', '.join(others)} would wait for rollouts on pool {pool.name!r}; {OWN.format(pool.size)}"
+    if config.environment is None and config.schedule.kind == "async":
+        if config.generation.engine != "hybridflow":
+            yield f'{found}: generation.engine = "{config.generation.engine}" serves call after call; use "hybridflow"'
+        if mesh.tp * mesh.pp > 1:
+            yield f'{found}: actor.generation_mesh: each process serves its own calls; remove it, or use "one_step_off"'
+
+
 def _environment_conflicts(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.export_every and config.environment is None:
         yield "checkpoint.export_every: only policies in an [environment] are served while they are trained; leave it out"
@@ -102,8 +142,6 @@ def _worker_conflicts(config: RunConfig, environment: EnvironmentConfig) -> Iter
         yield from _a3c_conflicts(config, workers)
     elif workers and method != "impala" and not config.replays:
         yield f"{found}: {method} learns from its newest policy's rollouts alone; leave it out, or use a3c or impala"
-    if method == "impala" and workers and config.impala.lag != ImpalaConfig().lag:
-        yield f"impala.lag = {config.impala.lag}: with {found} rollouts are as old as they come; leave lag out"
     if workers > environment.num_envs:
         yield f"{found}: each needs an environment, but environment.num_envs = {environment.num_envs}; raise that"
     if workers and config.runtime.kind == "ray":
@@ -127,7 +165,7 @@ def _a3c_conflicts(config: RunConfig, workers: int) -> Iterator[str]:
 
 def _worker_placement_conflicts(config: RunConfig, workers: int) -> Iterator[str]:
     """The sampler's processes are the env workers, and nobody else waits for them."""
-    problems = config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots)
+    problems = config.placement.conflicts(config.algorithm, config.roles(), config.models)
     if any(problems):
         return  # told already
     pool, found = config.placed.pool_of("sampler"), f"environment.workers = {workers}"
@@ -200,8 +238,6 @@ def _replay_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: it says how many updates follow a rollout, and so does train.updates_per_step; leave one out"
     elif config.environment is not None and config.environment.steps_per_rollout and config.num_updates == 0:
         yield f"{found}: the whole run draws less than one replay.batch_size = {replay.batch_size}; raise it or train.steps"
-    if replay.overlap and config.environment is not None and config.environment.workers:
-        yield "replay.overlap: environment.workers collect by themselves while others learn; leave it out"
     if config.runtime.kind == "local" and replay.shards > 1:
         yield f'replay.shards = {replay.shards}: needs worker processes; set runtime.kind = "ray" and placement.pools'
 
@@ -244,7 +280,7 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
         if scorer.model is None and scorer.token_budget is not None:
             yield f"{name}.token_budget: functions have no microbatches; remove it, or set {name}.model to a reward model"
     if config.runtime.kind == "ray":
-        problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models, config.runtime.slots))
+        problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models))
         yield from problems or dict.fromkeys((*_cut_conflicts(config), *_shard_ranks_conflicts(config)))
         yield from [] if problems else (*_generation_conflicts(config), *_pool_of_replay_conflicts(config))
     else:
@@ -329,9 +365,8 @@ def _offline_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"{found}: {config.algorithm} learns from what it collects; set it to 1 or more"
     elif replay.dataset is None:
         yield f"{found}: nothing is collected, so what is learned from has to be in replay.dataset; set one of them"
-    elif replay.samples_per_insert is not None or replay.overlap:
-        named = "samples_per_insert" if replay.samples_per_insert is not None else "overlap"
-        yield f"{found}: nothing is collected, so replay.{named} has no effect; leave it out"
+    elif replay.samples_per_insert is not None:
+        yield f"{found}: nothing is collected, so replay.samples_per_insert has no effect; leave it out"
 
 
 def _pool_of_replay_conflicts(config: RunConfig) -> Iterator[str]:

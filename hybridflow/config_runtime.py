@@ -32,19 +32,15 @@ class RuntimeConfig(Config):
     """local: every role in this process; ray: in worker processes, by placement.pools and placement.roles"""
     address: str | None = None
     """of a Ray cluster to join, auto: the one of this machine; left out, a Ray of its own is started here"""
-    slots: int = Field(0, ge=0)
-    """worker processes that a Ray started here has room for; 0: one for each core"""
     timeout_s: float = Field(1800, gt=0)
     """how long starting, or one call, may take before the run stops and says who is missing"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         fields = type(self).model_fields
-        changed = [name for name in ("address", "slots", "timeout_s") if getattr(self, name) != fields[name].default]
+        changed = [name for name in ("address", "timeout_s") if getattr(self, name) != fields[name].default]
         if self.kind == "local" and changed:
             raise ValueError(f'{", ".join(changed)} has no effect with kind = "local"; set kind = "ray" or leave it out')
-        if self.address is not None and self.slots:
-            raise ValueError("has both address and slots; a cluster that is joined has its own size, so remove slots")
         return self
 
 
@@ -77,9 +73,9 @@ class PlacementConfig(Config):
         placed = {role: self._pool_of(role) for role in roles}
         return Placement(pools, placed, self._pool_of("actor"), self.offload)
 
-    def conflicts(self, algorithm: str, roles: Mapping[str, bool], models: Collection[str], slots: int) -> Iterator[str]:
+    def conflicts(self, algorithm: str, roles: Mapping[str, bool], models: Collection[str]) -> Iterator[str]:
         """``roles``: of the run; False for those that it may turn out not to have. ``models``: those with a model of their
-        own. ``slots``: as in ``[runtime]``."""
+        own."""
         pools = self._nodes
         unknown = [*self._unknown(algorithm, roles)]
         yield from unknown
@@ -90,9 +86,6 @@ class PlacementConfig(Config):
                 yield f"placement.roles: no pool for {', '.join(missing)}; name one of {', '.join(pools)} for each"
             for pool in [pool for pool in pools if pool not in self.roles.values()]:
                 yield f"placement.pools.{pool}: no role is on it; name it in placement.roles or remove the pool"
-        workers = sum(map(sum, pools.values()))
-        if 0 < slots < workers:
-            yield f"runtime.slots = {slots}: placement.pools have {workers} workers; raise slots or make pools smaller"
         for role in self.offload:
             if role not in roles:
                 yield f"placement.offload: {algorithm} has no role {role!r} here{_nearest(role, roles, 'roles')}"

@@ -205,10 +205,9 @@ class CheckpointConfig(Config):
     deadline_s: float = Field(30, gt=0)
     """seconds from SIGTERM, with which clusters announce a preemption, to the end of the process: a step that is done by
     then is saved"""
-    export: bool = True
-    """after the last step, write the actor as a Hugging Face folder into <run_dir>/model"""
     export_every: int = Field(0, ge=0)
-    """for environments: write it there before the first step, too, and every so many steps; hybridflow serve follows"""
+    """for environments: write the policy to <run_dir>/model before the first step, too, and every so many; hybridflow serve
+    follows"""
 
 
 def section_of(role: str) -> str:

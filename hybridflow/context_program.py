@@ -133,7 +133,7 @@ class Program:
             pools = {"actor": 1, apart: 1, "environments": workers}
             roles = {"actor": "actor", "critic": apart, "estimator": apart, "sampler": "environments"}
         return {
-            "runtime": {"kind": "ray", "slots": sum(pools.values())},
+            "runtime": {"kind": "ray"},
             "placement": {"pools": pools, "roles": roles},
         }
 

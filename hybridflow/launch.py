@@ -183,11 +183,10 @@ def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
     kept = [{key: record[key] for key in ("step", *EVALUATION)} for record in evaluations]
     ends = {"before": kept[0], "after": kept[-1]} if kept else {}
     write_result(directory.path, {"steps": run.trainer.step, **ends, "evaluations": kept})
-    if run.config.checkpoint.export:
-        if run.config.environment is None:  # a policy's file is replaced, whoever reads it
-            shutil.rmtree(directory.model, ignore_errors=True)  # of this very run, before it was resumed
-        run.parts.export(directory.model)
-        console.note(f"model: {directory.model}")
+    if run.config.environment is None:  # a policy's file is replaced, whoever reads it
+        shutil.rmtree(directory.model, ignore_errors=True)  # of this very run, before it was resumed
+    run.parts.export(directory.model)
+    console.note(f"model: {directory.model}")
 
 
 def _directory(path: Path, config: RunConfig, resumed: bool) -> RunDirectory:

@@ -116,8 +116,7 @@ def one_line(outcome: Outcome) -> str:
         ({"recovery": {"max_restarts": 1}}, 'recovery: runtime.kind = "local" has no worker processes to lose; set'),
         ({"runtime": {"kind": "rai"}}, "runtime.kind = 'rai': input should be 'local' or 'ray'"),
         ({"runtime": {"address": "auto"}}, 'runtime: address has no effect with kind = "local"; set kind = "ray"'),
-        ({"runtime": {"slots": 4, "timeout_s": 5}}, 'slots, timeout_s has no effect with kind = "local"'),
-        ({"runtime": {**RAY, "address": "auto", "slots": 2}}, "runtime: has both address and slots"),
+        ({"runtime": {"address": "auto", "timeout_s": 5}}, 'address, timeout_s has no effect with kind = "local"'),
         ({"runtime": RAY, "placement__roles": {"actor": "other"}}, "'other': there is no such pool; the pools are main"),
         (
             {"runtime": RAY, "placement": {"pools": POOLS, "roles": {"actor": "trian", "reward": "rest"}}},
@@ -143,10 +142,6 @@ def one_line(outcome: Outcome) -> str:
         ({"runtime": RAY, "placement__pools": {"main": [2, -1]}}, "main = [2, -1]: expected how many worker processes"),
         ({"runtime": RAY, "placement__pools": {"main": "two"}}, "main = 'two': expected how many worker processes"),
         ({"runtime": RAY, "placement__pools": {"a b": 1}}, "pool 'a b': expected a name of letters, digits, - and _"),
-        (
-            {"runtime": {**RAY, "slots": 4}, "placement__pools": {"main": [3, 2]}},
-            "runtime.slots = 4: placement.pools have 5 workers; raise slots or make pools smaller",
-        ),
         ({"actor__mesh": {"tp": 0}}, "actor.mesh.tp = 0: input should be greater than or equal to 1"),
         ({"actor__mesh": {"pt": 2}}, "unknown key actor.mesh.pt; did you mean actor.mesh.tp?"),
         (

@@ -273,7 +273,6 @@ actor.mesh.tp = 1
 
 [runtime]
 kind = "ray"
-slots = 3  # of this machine
 timeout_s = 60
 
 [train]
@@ -303,7 +302,6 @@ actor.activation_checkpointing = true
 
 [runtime]
 kind = "ray"
-slots = 4  # of this machine
 timeout_s = 60
 
 [train]

@@ -172,7 +172,7 @@ def test_the_commands_of_the_cluster_page_run(tmp_path: Path, monkeypatch: pytes
     )
     generate, mode, head, other, train = [shlex.split(line, comments=True) for line in lines[2:7]]
     text = (ROOT / "examples" / "split_reverse.toml").read_text()
-    (tmp_path / "run.toml").write_text(text.replace("slots = 4", "").replace("learners = 2", "learners = [1, 1]"))
+    (tmp_path / "run.toml").write_text(text.replace("learners = 2", "learners = [1, 1]"))
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

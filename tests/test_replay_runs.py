@@ -34,7 +34,7 @@ def test_rows_in_two_processes_and_overlap_are_one_process(tmp_path: Path) -> No
     data = with_keys(
         DQN, replay={"capacity": 150, "batch_size": 16, "warmup": 30, "n_steps": 3, "priority": 0.6, "importance": 1.0}
     )
-    data = with_keys(data, replay__overlap=True)
+    data = with_keys(data, schedule={"kind": "one_step_off"})
     local = run(data, tmp_path / "local")
     run(on_shards(data), tmp_path / "ray", train__steps=3)
     spread = run(on_shards(data), tmp_path / "ray", resume="latest", train__steps=6)
@@ -52,7 +52,7 @@ def test_rows_in_two_processes_and_overlap_are_one_process(tmp_path: Path) -> No
 
 def test_overlapping_learns_from_what_older_weights_collected(tmp_path: Path) -> None:
     together = run(DQN, tmp_path / "together")
-    data = with_keys(DQN, replay__overlap=True)
+    data = with_keys(DQN, schedule={"kind": "one_step_off"})
     whole = run(data, tmp_path / "whole")
     run(data, tmp_path / "halves", train__steps=3)
     halves = run(data, tmp_path / "halves", resume="latest", train__steps=6)
@@ -89,9 +89,10 @@ def test_impossible_settings_are_told(tmp_path: Path) -> None:
         replay__shards=2, runtime={"kind": "ray"}
     )
     assert "has to be in replay.dataset" in problems(environment__steps_per_rollout=0)
-    off = problems(environment__steps_per_rollout=0, replay__dataset="x", replay__overlap=True)
-    assert "replay.overlap has no effect" in off
-    assert "environment.workers collect by themselves" in problems(replay__overlap=True, environment__workers=2)
+    ahead = {"kind": "one_step_off"}
+    off = problems(environment__steps_per_rollout=0, replay__dataset="x", schedule=ahead)
+    assert "environment.steps_per_rollout = 0 collects nothing; remove [schedule]" in off
+    assert "environment.workers collect by themselves" in problems(schedule=ahead, environment__workers=2)
     with pytest.raises(ConfigError, match="ppo learns from what it collects"):
         validate({"algorithm": "ppo", "environment": {"id": "CartPole-v1", "steps_per_rollout": 0}, "run_dir": "x"}, "test")
 

@@ -172,7 +172,7 @@ ENVIRONMENTS = {
     "trpo-pendulum": with_keys(CARTPOLE, algorithm="trpo", ppo=None, environment__id="Pendulum-v1"),
     "a3c-cartpole": with_keys(CARTPOLE, algorithm="a3c", ppo=None, critic=None, environment__workers=3, train={"steps": 2}),
     "impala-workers": with_keys(CARTPOLE, algorithm="impala", ppo=None, environment__workers=3),
-    "impala-cartpole": with_keys(CARTPOLE, algorithm="impala", ppo=None, impala={"lag": 3}),
+    "impala-cartpole": with_keys(CARTPOLE, algorithm="impala", ppo=None, schedule={"kind": "async", "max_staleness": 3}),
     "q-learning": with_keys(
         CARTPOLE,
         algorithm="q_learning",

@@ -358,7 +358,7 @@ def test_without_ray_the_extra_is_named(
 @pytest.mark.slow
 def test_two_jobs_on_one_machine_don_t_meet(tmp_path: Path) -> None:
     """The second starts a Ray of its own beside the one that the other tests use."""
-    path = written(tmp_path, {**split(REVERSE), "runtime": {"kind": "ray", "slots": 2}})
+    path = written(tmp_path, {**split(REVERSE), "runtime": {"kind": "ray"}})
     command = [sys.executable, "-m", "hybridflow.cli", "train", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -22,12 +22,10 @@ class ImpalaConfig(Config):
     """largest weight of a step's own error: what the value converges to"""
     c_clip: float = Field(1.0, gt=0)
     """largest weight of the errors that follow: how fast it does"""
-    lag: int = Field(1, ge=0)
-    """rollouts that wait between collecting and learning, so many updates old a rollout is when it is learned from"""
 
 
 class Impala(Algorithm):
-    """Roles: actor, critic, estimator. The buffer holds ``lag`` rollouts back."""
+    """Roles: actor, critic, estimator. Rollouts are older than the policy where a schedule or env workers make them so."""
 
     def __init__(self, config: ImpalaConfig, actor: Actor, critic: Critic, estimator: Estimator) -> None:
         self.actor, self.critic, self.estimator = actor, critic, estimator

@@ -55,8 +55,9 @@ class LossConfig(Config):
     """bound of the loss of bad responses (Ye et al. 2020)"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
-    correction: Correction = "none"
-    """for samples of another policy than the learner's: weigh them by the ratio of both, cut or masked at the cap"""
+    correction: Correction | None = None
+    """of samples of another policy: they weigh by the ratio of the learner's to theirs, cut or masked at the cap; when left
+    out truncate if [schedule] begins rollouts early, else none"""
     correction_cap: float | None = Field(None, gt=1)
     """largest weight, and in mask its inverse the smallest; 2 when left out"""
 
@@ -135,6 +136,7 @@ class Objective:
         failures: tuple[str, ...] = (),
     ) -> None:
         self.loss, self.shaping, self.max_new_tokens = loss, shaping, max_new_tokens
+        self.correction: Correction = loss.correction or "none"
         self.failures = failures
         self.kl, self.samples_per_step = AdaptiveKL(kl.coef, kl.target, kl.horizon), samples_per_step
         self.kl_where: Where = kl.where or kl_where
@@ -185,12 +187,12 @@ class Objective:
 
     def prepare(self, actor: Actor, batch: Batch) -> Batch:
         """Before anything is updated: for a correction, what the learner itself thinks of the samples."""
-        return batch if self.loss.correction == "none" else actor.compute_log_probs(batch)
+        return batch if self.correction == "none" else actor.compute_log_probs(batch)
 
     def policy_loss(self) -> Fn:
         """The loss of ``[loss]``, with the KL term of ``[kl]`` if it belongs there."""
         loss = self.loss
-        params: dict[str, Any] = {"entropy_coef": loss.entropy_coef, "correction": loss.correction}
+        params: dict[str, Any] = {"entropy_coef": loss.entropy_coef, "correction": self.correction}
         params["correction_cap"] = loss.correction_cap or 2.0
         if self.kl.coef > 0 and self.kl_where == "loss":
             params |= {"kl_coef": self.kl.coef, "kl_kind": self.kl_kind}

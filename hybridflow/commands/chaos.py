@@ -176,7 +176,7 @@ def _wait(training: Training, metrics: Path, steps: int) -> None:
 
 
 def _arguments(request: Request, run_dir: Path, nodes: Nodes | None) -> list[str]:
-    there = ["--runtime.address", nodes.address, "--runtime.slots", "0"] if nodes else []
+    there = ["--runtime.address", nodes.address] if nodes else []
     return [str(request.config), *request.overrides, "--run_dir", str(run_dir), *there]
 
 

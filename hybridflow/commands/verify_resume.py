@@ -67,11 +67,9 @@ def verify_resume(config: RunConfig, at: int, steps: int) -> int:
 
 
 def _short(config: RunConfig, run_dir: Path, steps: int) -> RunConfig:
-    """The same run of so many steps, which saves its last one and leaves no model."""
+    """The same run of so many steps, which saves its last one."""
     train = config.train.model_copy(update={"steps": steps})
-    saving = config.checkpoint.model_copy(
-        update={"every": steps, "keep": 2, "keep_best": None, "export": False, "export_every": 0}
-    )
+    saving = config.checkpoint.model_copy(update={"every": steps, "keep": 2, "keep_best": None, "export_every": 0})
     return config.model_copy(update={"train": train, "checkpoint": saving, "run_dir": str(run_dir)})
 
 

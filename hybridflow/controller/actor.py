@@ -1,11 +1,15 @@
 """The actor: a learner and a sampler with the same policy."""
 
+from collections import deque
 from typing import Any
 
+import numpy as np
+
 from hybridflow.core.batch import Batch
+from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Fn, Role, Runtime
 
-__all__ = ["LinkedActor", "SplitActor"]
+__all__ = ["LinkedActor", "SplitActor", "StreamingActor"]
 
 
 class LinkedActor:
@@ -18,16 +22,30 @@ class LinkedActor:
         self.learner, self._sampler = runtime.role(learner), runtime.role(sampler)
         runtime.share(*self._names)
         self.compute_log_probs, self._stale = self.learner.compute_log_probs, True
+        self.begun = deque[Batch]()
+        """rollouts that have begun before they were asked for, the oldest first"""
 
     @property
     def sampler(self) -> Any:
         """The sampler, with the newest weights."""
+        self.renew()
+        return self._sampler
+
+    def renew(self) -> None:
+        """The sampler gets the newest weights, unless it has them."""
         if self._stale:
             self.runtime.publish(*self._names)
             self._stale = False
-        return self._sampler
+
+    def begin(self, batch: Batch) -> None:
+        """Begin a rollout that ``rollout`` will be asked for, after all that have begun before."""
+        self.begun.append(self.rolled_out(batch))
 
     def rollout(self, batch: Batch, *params: Any) -> Batch:
+        """What has begun, or else begins now, as do all with ``params`` of their own."""
+        return self.begun.popleft() if self.begun and not params else self.rolled_out(batch, *params)
+
+    def rolled_out(self, batch: Batch, *params: Any) -> Batch:
         out: Batch = self.sampler.rollout(batch, *params)
         return out
 
@@ -56,7 +74,7 @@ class SplitActor(LinkedActor):
     def turn_to(self, worker: int) -> None:
         self._worker = worker
 
-    def rollout(self, batch: Batch, *params: Any) -> Batch:
+    def rolled_out(self, batch: Batch, *params: Any) -> Batch:
         self.runtime.publish(*self._names, self._worker)
         out: Batch = self._members[self._worker].rollout(batch, *params)
         return out
@@ -70,3 +88,32 @@ class SplitActor(LinkedActor):
         self._stale = True
         out: Batch = self.learner.apply(batch)
         return out
+
+
+class StreamingActor(LinkedActor):
+    """A learner, and samplers that take in prompts while they are at others: each group of prompts goes to the one that has
+    fewest to do, so who is slow, or has drawn long responses, gets fewer.
+
+    New weights reach all samplers before the next group, in the middle of what they are at.
+    """
+
+    def __init__(self, runtime: Runtime, learner: Role[Any], sampler: Role[Any], num_workers: int) -> None:
+        super().__init__(runtime, learner, sampler)
+        self._members = [runtime.member(self._sampler, rank) for rank in range(num_workers)]
+        self._open: list[list[Batch]] = [[] for _ in self._members]
+
+    def begin(self, batch: Batch) -> None:
+        self.renew()
+        pieces = list[Batch]()
+        self._open = [self.runtime.pending(batches) for batches in self._open]
+        for rows in groups(batch):
+            worker = min(range(len(self._members)), key=lambda number: len(self._open[number]))
+            pieces.append(self._members[worker].rollout(batch.rows(rows)))
+            self._open[worker].append(pieces[-1])
+        self.begun.append(Batch.concat(pieces))
+
+
+def groups(batch: Batch) -> list[Rows]:
+    """The rows of each group, which are neighbours."""
+    ids = batch["group_id"]
+    return np.split(np.arange(len(ids)), np.flatnonzero(ids[1:] != ids[:-1]) + 1)

@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.cores import Share
-from hybridflow.controller.ray_process import RAY_INLINES, Process, Setup
+from hybridflow.controller.ray_process import RAY_INLINES, STREAM, Process, Setup
 from hybridflow.core.errors import UserError
 from hybridflow.core.placement import ResourcePool
 
@@ -31,7 +31,7 @@ KNOCK_S = 5.0
 
 
 def connect(address: str | None, slots: int) -> bool:
-    """Join the Ray cluster at ``address``, or start a Ray of ``slots`` slots (0: one a core) on this machine alone.
+    """Join the Ray cluster at ``address``, or start one on this machine alone, with room for ``slots`` workers.
 
     Returns whether it was started here, so has to be shut down.
     """
@@ -52,7 +52,7 @@ def connect(address: str | None, slots: int) -> bool:
                 told = str(error).strip().splitlines()[0]
                 raise UserError(f"runtime.address = {address!r}: no Ray cluster answers there ({told}); {hint}") from None
             return True
-        local = {"num_cpus": slots or os.cpu_count(), "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        local = {"num_cpus": slots, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         ray.init(address="local", **local, **quiet)
     return True
 
@@ -109,7 +109,7 @@ def _check_room(pools: Sequence[ResourcePool], resource: str) -> None:
     wanted, there = sum(pool.size for pool in pools), sum(nodes)
     told = " + ".join(map(str, nodes))
     if wanted > there:
-        hint = "raise runtime.slots, or ask for fewer" if len(nodes) == 1 else "add machines, or ask for fewer"
+        hint = "add machines, or ask for fewer"
         raise UserError(f"placement.pools ask for {wanted} workers, but Ray has {there} {resource} slots ({told}); {hint}")
     for pool in pools:
         sizes = sorted(pool.nodes, reverse=True)
@@ -143,7 +143,7 @@ class WorkerGroup:
     def __init__(self, pool: ResourcePool, room: PlacementGroup, setups: Sequence[Setup], gpus: bool) -> None:
         self.pool, self.room = pool, room
         self.processes: list[Any] = []
-        remote: Any = ray.remote(concurrency_groups={"lane": 2})(Process)
+        remote: Any = ray.remote(concurrency_groups={"lane": 2, STREAM: 1})(Process)
         for bundle, count in enumerate(pool.nodes):
             strategy = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle)
             for _ in range(count):

@@ -1,7 +1,8 @@
 """A worker process on Ray: hosts the workers of every role that is placed on its pool, and runs their calls in order.
 
-It has two lanes. The main one runs calls, one after another. The second serves the others while the first one computes:
-rows of columns that this process made, for readers on other machines; health; stack traces.
+It has three lanes. The main one runs calls, one after another. The second serves the others while the first one computes:
+rows of columns that this process made, for readers on other machines; health; stack traces. The third one is for samplers
+that are never done: it takes in what later calls will ask for, and new weights, in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -36,13 +37,27 @@ from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
 from hybridflow.core.resident import MemoryMeter, resident_bytes
-from hybridflow.core.roles import MemoryPart, Offloadable, Role, WorkerContext, verb_of
+from hybridflow.core.roles import MemoryPart, Offloadable, Role, Streaming, WorkerContext, verb_of
 from hybridflow.parallel.mesh import ProcessMesh
 
-__all__ = ["RAY_INLINES", "Call", "OutputRefs", "Process", "Report", "Setup", "local_fetch", "num_bytes", "ship", "unship"]
+__all__ = [
+    "RAY_INLINES",
+    "STREAM",
+    "Call",
+    "OutputRefs",
+    "Process",
+    "Report",
+    "Setup",
+    "local_fetch",
+    "num_bytes",
+    "ship",
+    "unship",
+]
 
 RAY_INLINES = 10 * 1024
 """Smaller results pass through the driver, to each of their readers; with Ray's own limit, 100 KB, megabytes a step do."""
+STREAM = "stream"
+"""the lane of samplers that are never done"""
 NEED_NO_MODEL = ("saved", "sees", "close")
 Shipped = Any
 """a column as it is stored: an array, or (values, lengths) of a ragged one"""
@@ -174,7 +189,7 @@ class Process:
         self.shelved: dict[str, Offloadable] = {}
         self.line_groups: dict[tuple[int, ...], Any] = {}
         self.moved: list[Span] = []
-        self.busy, self.going = "", threading.Event()
+        self.busy, self.going = dict[int, str](), threading.Event()
         self.going.set()
         self.memory = MemoryMeter()
 
@@ -206,8 +221,12 @@ class Process:
     def meet(self, peers: Mapping[tuple[str, int], Any]) -> int:
         """Others are there than before; the process's id. What roles have measured of calls that failed is forgotten."""
         self.peers = peers
-        for _, _, context in self.roles.values():
+        for _, worker, context in self.roles.values():
             context.metrics.clear()
+            if isinstance(worker, Streaming):
+                worker.forget()
+        for replica in self.replicas.values():
+            replica.forget()
         return os.getpid()
 
     def add(self, role: Role[Any], mesh: Mesh) -> None:
@@ -249,6 +268,11 @@ class Process:
         with self._working(f"{learner}.weights"), self._moving(f"{learner}.weights"):
             self._make_room(learner, "weights")
             return None, self.roles[learner][1].weights(bucket)
+
+    def begin(self, call: Call, method: str) -> None:
+        """A call that will come on the main lane: the worker's ``method`` may begin with its rows."""
+        with self._working(f"{call.role}.{call.verb}: begin"):
+            getattr(self.roles[call.role][1], method)(self._batch(call, {}).load())
 
     def load(self, sampler: str, last: bool, *parts: Any) -> None:
         """Renew the copy that a sampler reads by a bucket from every pipeline stage of its learner."""
@@ -379,8 +403,8 @@ class Process:
 
     @lane
     def ping(self) -> str:
-        """What the main lane is doing; empty if it waits for work."""
-        return self.busy
+        """What the process is doing; empty if it waits for work."""
+        return ", ".join([*self.busy.values()])
 
     @lane
     def pause(self, paused: bool) -> None:
@@ -430,10 +454,10 @@ class _Working:
         self.process, self.what, self.batch = process, what, batch
 
     def __enter__(self) -> None:
-        self.process.busy = self.what
+        self.process.busy[threading.get_ident()] = self.what
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.process.busy = ""
+        self.process.busy.pop(threading.get_ident(), None)
         if not isinstance(error, Exception) or isinstance(error, HybridFlowError):
             return
         setup, told = self.process.setup, "".join(traceback.format_exception(error))

@@ -31,7 +31,17 @@ from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
 from hybridflow.controller.ray_group import WorkerGroup, connect, homes, reserve, reserve_again, shares
-from hybridflow.controller.ray_process import Call, OutputRefs, Report, Setup, local_fetch, num_bytes, ship, unship
+from hybridflow.controller.ray_process import (
+    STREAM,
+    Call,
+    OutputRefs,
+    Report,
+    Setup,
+    local_fetch,
+    num_bytes,
+    ship,
+    unship,
+)
 from hybridflow.controller.ray_tasks import OpenTasks, Task
 from hybridflow.controller.recovery import NEVER, RecoveryConfig
 from hybridflow.controller.state import KeepsState
@@ -41,7 +51,7 @@ from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.files import Written
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Placement, ResourcePool, Rows
-from hybridflow.core.roles import Drained, Role, Verb, control_protocol, is_control
+from hybridflow.core.roles import Drained, Role, Verb, begins_early, control_protocol, is_control
 
 __all__ = ["RayRuntime"]
 
@@ -63,13 +73,12 @@ class RayRuntime(KeepsState):
         placement: Placement,
         *,
         address: str | None,
-        slots: int,
         threads: int,
         timeout_s: float,
         gpus: bool,
         recovery: RecoveryConfig = NEVER,
     ) -> None:
-        self.placement, self.address, self.slots = placement, address, slots
+        self.placement, self.address = placement, address
         self.threads, self.gpus = threads, gpus
         self.tasks = OpenTasks(timeout_s, recovery, self.kill)
         self.roles: dict[str, Role[Any]] = {}
@@ -85,12 +94,14 @@ class RayRuntime(KeepsState):
         """of the process of each (pool, rank), on its machine"""
         self._rooms: dict[str, Any] = {}
         self._unready: set[str] = set()
+        self._streams: dict[str, list[Any]] = {}
+        """of each role whose members' calls begin early: new weights that it has been sent since a group's last call"""
         self._started = False
         self._clock_s = time.time() - time.perf_counter()
 
     def start(self) -> None:
         """Start the processes of every pool and let them find each other. The first role does it."""
-        self._started = connect(self.address, self.slots)
+        self._started = connect(self.address, sum(pool.size for pool in self.placement.pools))
         self._rooms = reserve(self.placement.pools, self._resource)
         self._gather({pool.name for pool in self.placement.pools})
 
@@ -186,11 +197,16 @@ class RayRuntime(KeepsState):
             for rank, (done, _) in enumerate(asked):
                 self.tasks.add(done, Task(f"{learner}.weights", group, rank))
             parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
-            self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts), only)
+            lane = {"concurrency_group": STREAM} if sampler in self._streams else {}
+            sent = self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts, lane), only)
+            self._streams.get(sampler, []).extend(sent)
 
     def member(self, handle: W, rank: int, /) -> W:
         """The role's process ``rank`` alone."""
-        return cast(W, Handle(self, cast(Handle, handle).role, rank))
+        role = cast(Handle, handle).role
+        if begins_early(role.worker):
+            self._streams.setdefault(role.name, [])
+        return cast(W, Handle(self, role, rank))
 
     def ready(self) -> None:
         """Wait until every role is built; WorkerError names who is missing after ``timeout_s``."""
@@ -202,11 +218,14 @@ class RayRuntime(KeepsState):
             raise WorkerError(f"role {role!r} has no workers any more: an error or stop() ended them")
         return group
 
-    def _each(self, role: str, what: str, ask: Callable[[Any], Any], only: int | None = None) -> None:
-        """Ask every process of a role, or one, for something that has no result."""
-        group = self._group(role)
-        for rank in range(self.mesh(self.roles[role]).size) if only is None else (only,):
-            self.tasks.add(ask(group.processes[rank]), Task(what, group, rank, alone=only is not None))
+    def _each(self, role: str, what: str, ask: Callable[[Any], Any], only: int | None = None) -> list[Any]:
+        """Ask every process of a role, or one, for something; references that are there when it is done."""
+        group, ranks = self._group(role), range(self.mesh(self.roles[role]).size) if only is None else (only,)
+        sent = [ask(group.processes[rank]) for rank in ranks]
+        for rank, reference in zip(ranks, sent, strict=True):
+            alone = only is not None or role in self._streams
+            self.tasks.add(reference, Task(what, group, rank, alone=alone))
+        return sent
 
     # Verbs.
 
@@ -221,6 +240,12 @@ class RayRuntime(KeepsState):
         call = replace(self._describe(role.name, name, batch.select(reads), arguments, writes), alone=alone)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
         refs = [self._method(group, rank + (only or 0), 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
+        if alone and role.name in self._streams:
+            begin = group.processes[only or 0].begin.options(concurrency_group=STREAM)
+            self.tasks.add(begin.remote(shipped, verb.begins), Task(f"{where}: begin", group, only or 0, alone=True))
+        elif role.name in self._streams:  # the main lane doesn't wait for the weights that the other one gets
+            self.tasks.wait(self._streams[role.name])
+            self._streams[role.name].clear()
         counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
         single = self.mesh(role).size == 1
         needs = {refs.writer: list(refs.columns) for refs in call.outputs if refs.writer != "driver"}
@@ -307,6 +332,11 @@ class RayRuntime(KeepsState):
         """Until all columns of one of ``batches`` are there; its number."""
         return self.tasks.wait_first([_reports(batch) for batch in batches])
 
+    def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
+        """Those of which not all columns are there."""
+        self.tasks.settle()
+        return [batch for batch in batches if any(report in self.tasks for report in _reports(batch))]
+
     def _reporting(self, role: Role[Any], where: str, counts: bool) -> Callable[[Report], None]:
         """Reports are kept by number of the call: means must not depend on who is done first."""
         number = self._number
@@ -383,6 +413,7 @@ class RayRuntime(KeepsState):
         broken |= unfit
         for forgotten in (self._reports, self._held, self._methods):
             forgotten.clear()
+        self._streams = {role: [] for role in self._streams}
         self._driver_bytes = 0
         self.tasks.watch.begin({key: process for key, process in self.peers.items() if key[0] in self.groups})
         self._rooms |= reserve_again(
@@ -456,8 +487,8 @@ def _reports(batch: Batch) -> list[Any]:
     return [report for source in dict.fromkeys(parts) if isinstance(source, _Source) for report in source.reports]
 
 
-def _load(sampler: str, last: bool, parts: Sequence[Any], process: Any) -> Any:
-    return process.load.remote(sampler, last, *parts)
+def _load(sampler: str, last: bool, parts: Sequence[Any], lane: Mapping[str, str], process: Any) -> Any:
+    return process.load.options(**lane).remote(sampler, last, *parts)
 
 
 def _keeper(results: dict[int, Any], rank: int) -> Callable[[Any], None]:

@@ -85,7 +85,7 @@ class OpenTasks:
                 return missing.index([])
             ready, _ = ray.wait(list(self._open), num_returns=1, timeout=1.0, fetch_local=False)
             if ready:
-                self._settle()
+                self.settle()
             if lost := self.watch.look():
                 raise self._loss(lost)
             if ready or self.paused:
@@ -93,7 +93,7 @@ class OpenTasks:
             elif time.monotonic() - since > self.timeout_s:
                 raise self._stall([ref for references in missing for ref in references])
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Take in all that is done."""
         references = list(self._open)
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
@@ -209,6 +209,9 @@ class OpenTasks:
 
     def clear(self) -> None:
         self._open.clear()
+
+    def __contains__(self, reference: Any) -> bool:
+        return reference in self._open
 
     @property
     def references(self) -> tuple[Any, ...]:

@@ -99,6 +99,9 @@ class RecordingRuntime:
     def wait_any(self, batches: Sequence[Batch], /) -> int:
         return self.runtime.wait_any(batches)
 
+    def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
+        return self.runtime.pending(batches)
+
     def ready(self) -> None:
         self.runtime.ready()
 

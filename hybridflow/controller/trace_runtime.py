@@ -70,6 +70,9 @@ class TraceRuntime(KeepsState):
     def wait_any(self, batches: Sequence[Batch], /) -> int:
         return 0
 
+    def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
+        return []
+
     def ready(self) -> None:
         return None
 

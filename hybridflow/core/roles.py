@@ -46,9 +46,11 @@ __all__ = [
     "Runtime",
     "Saving",
     "Scorer",
+    "Streaming",
     "Verb",
     "WorkerContext",
     "WorkingActor",
+    "begins_early",
     "chain",
     "columns",
     "control",
@@ -80,7 +82,8 @@ class Verb:
     ``rows``: "same" (one output row for each input row), "new" (the verb makes rows of its own, as environments do, and
     writes ``sample_id``, which orders them) or "one" (a new row, of all input rows together). ``kind`` sorts the verb's
     time into the split of a step. ``makes``: columns that the verb makes for declared functions among its arguments; no
-    batch has to bring them, and they are no output.
+    batch has to bring them, and they are no output. ``begins``: the worker's method that gets the rows of a member's call
+    at once, before the calls that come first are done, so that work on them can begin.
     """
 
     protocol: TransferProtocol
@@ -89,6 +92,7 @@ class Verb:
     rows: RowsOf
     kind: Kind
     makes: Names
+    begins: str
 
 
 def remote(
@@ -99,12 +103,13 @@ def remote(
     rows: RowsOf = "same",
     kind: Kind = "forward",
     makes: Names = (),
+    begins: str = "",
 ) -> Callable[[Method], Method]:
     """Declare a method as a verb: it moves rows, ``Batch -> Batch``."""
     protocol.distribute(np.zeros(0, np.int64), Mesh())  # refuses here what is for control methods only
 
     def declare(method: Method) -> Method:
-        method.verb = Verb(protocol, reads, writes, rows, kind, makes)  # type: ignore[attr-defined]
+        method.verb = Verb(protocol, reads, writes, rows, kind, makes, begins)  # type: ignore[attr-defined]
         return method
 
     return declare
@@ -135,6 +140,12 @@ def _declare_control(method: Any, protocol: TransferProtocol | None) -> Any:
 def verb_of(method: Any) -> Verb | None:
     """The declaration of a method, None if it is no verb."""
     return getattr(method, "verb", None)
+
+
+def begins_early(worker: Any) -> bool:
+    """Whether a worker's class has a verb that a member may begin before its turn."""
+    verbs = (verb_of(method) for method in vars(worker).values()) if isinstance(worker, type) else ()
+    return any(verb is not None and verb.begins for verb in verbs)
 
 
 def is_control(method: Any) -> bool:
@@ -431,6 +442,13 @@ class Offloadable(Protocol):
     def onload(self, method: str) -> int: ...
 
 
+@runtime_checkable
+class Streaming(Protocol):
+    """A worker with a verb that ``begins`` early. ``forget``: of what has begun nothing will be asked for."""
+
+    def forget(self) -> None: ...
+
+
 class Saving(Protocol):
     """A worker that keeps tensors: its ranks write them to a folder by themselves, and read them there. By control methods.
 
@@ -458,7 +476,7 @@ class Runtime(Protocol):
     that ``publish`` renews, in all of its processes or in one. ``ready`` waits until every role is built.
 
     ``member``: the handle of a role's process ``rank`` alone, which works as a group of one. ``drain`` doesn't wait for its
-    calls, ``wait_any`` does: until one of the ``batches`` is there, which is the answer.
+    calls, ``wait_any`` does: until one of the ``batches`` is there, which is the answer. ``pending``: who isn't yet.
 
     ``save``: the state of every role that has one, by role; those that are ``Saving`` begin to write to ``folder``/<role>,
     until ``saved``: their files by role, None if they aren't done. ``sees``: all of them see a file of the driver.
@@ -469,6 +487,7 @@ class Runtime(Protocol):
     def publish(self, learner: str, sampler: str, rank: int | None = None, /) -> None: ...
     def member(self, handle: W, rank: int, /) -> W: ...
     def wait_any(self, batches: Sequence[Batch], /) -> int: ...
+    def pending(self, batches: Sequence[Batch], /) -> list[Batch]: ...
     def ready(self) -> None: ...
     def drain(self) -> Drained: ...
     def save(self, folder: Path, /) -> dict[str, Any]: ...

@@ -111,6 +111,11 @@ class Engine:
         """Requests that were added and have not ended."""
         return 0 if self._flight is None else self._flight.table.num_in_flight
 
+    @property
+    def sample_ids(self) -> list[int]:
+        """Of the requests in flight."""
+        return [] if self._flight is None else self._flight.table.ids_in_flight
+
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
         """One completion a request, in their order. The cache lives for this call alone.
 

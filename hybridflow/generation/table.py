@@ -77,6 +77,12 @@ class RequestTable:
         """Of the requests in flight with this sample_id."""
         return np.flatnonzero(self.in_flight[: len(self.prompts)] & (self.sample_ids[: len(self.prompts)] == sample_id))
 
+    @property
+    def ids_in_flight(self) -> list[int]:
+        """``sample_id`` of each of the requests in flight."""
+        ids: list[int] = self.sample_ids[: len(self.prompts)][self.in_flight[: len(self.prompts)]].tolist()
+        return ids
+
     def take(self, number: int, finish: Literal["stop", "length", "abort"]) -> Completion:
         """The request leaves with what it has so far."""
         span = (number, slice(self.num_new[number]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -38,13 +40,6 @@ class Speeds(NamedTuple):
         return sum(seconds) if self.serial else max(seconds)
 
 
-class _Way(NamedTuple):
-    """Seconds of a microbatch on the stage that has most to do, and in the mean of all."""
-
-    slowest: float
-    mean: float
-
-
 def microbatches(profile: Profile, task: Task, strategy: Strategy) -> tuple[int, float, int]:
     """(rows of the fullest, of one in the mean, how many a replica takes in a minibatch)."""
     minibatches = task.minibatches if task.kind == "train" else 1
@@ -56,24 +51,22 @@ def microbatches(profile: Profile, task: Task, strategy: Strategy) -> tuple[int,
     return rows, block / count, count
 
 
-def _way(profile: Profile, task: Task, s: Strategy, rows: float, speeds: Speeds, back: bool = False) -> _Way:
-    """Forward; ``back``: with twice the products, of gradients of inputs and weights, but for what isn't trained. Stages
-    without frozen layers set the pace of a pipeline."""
+def _way(profile: Profile, task: Task, s: Strategy, rows: float, speeds: Speeds, back: bool = False) -> list[float]:
+    """[pp] seconds of a microbatch on each stage, forward; ``back``: with twice the products, of gradients of inputs and
+    weights, but for the frozen layers at the beginning."""
     role, cut = profile.role, profile.cut(s.tp)
     layer, last, head = profile.flops(*_lengths(profile, task))
-    times, layers = (2, profile.layers - role.frozen * (s.pp == 1)) if back else (1, profile.layers)
-    if not layers:
-        return _Way(0.0, 0.0)
+    times, frozen = (2, role.frozen) if back else (1, 0)
     work, tokens = times * rows * cut.share / speeds.flops, rows * (task.prompt + task.response)
     moved = profile.touched(s.tp, tokens) * (REORDERS if speeds.serial else 1)
     moved += ACTIVATIONS * tokens * profile.hidden / s.tp
     read = times * moved * role.itemsize / speeds.bandwidth
     one, end = (speeds.together(flops * work, read) for flops in (layer, last))
-    most, end = ceil(layers / s.pp), end + (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
-    slowest = (most - 1) * one + end
-    if s.pp > 1:
-        slowest = max(slowest, (most if layers % s.pp != 1 else most - 1) * one)
-    return _Way(slowest, ((layers - 1) * one + end) / s.pp)
+    end += (times if role.trains_head else 1) * rows * head / (s.tp * speeds.flops)
+    starts = [profile.layers * stage // s.pp for stage in range(s.pp + 1)]  # the last one has as many as any
+    stages = [one * max(0, stop - max(start, frozen)) for start, stop in pairwise(starts)]
+    stages[-1] += end - one if frozen < profile.layers else 0.0
+    return stages
 
 
 def _lengths(profile: Profile, task: Task) -> tuple[float, float]:
@@ -100,15 +93,15 @@ def forward_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, lin
     return {name: seconds * task.times for name, seconds in parts.items()}
 
 
-def _pipelined(way: _Way, sent: tuple[float, float], launch: float, count: int, pp: int) -> dict[str, float]:
-    """Of ``count`` microbatches: the slowest stage sets the pace, and the last one starts late by the stages before it."""
-    tensor, message = sent
+def _pipelined(stages: Sequence[float], sent: tuple[float, float], launch: float, count: int, pp: int) -> dict[str, float]:
+    """Of ``count`` microbatches: the slowest stage sets the pace, and one of them goes through all others besides."""
+    (tensor, message), slowest, mean = sent, max(stages), sum(stages) / pp
     return {
-        "compute": count * way.mean,
-        "imbalance": count * (way.slowest - way.mean),
+        "compute": count * mean,
+        "imbalance": count * (slowest - mean),
         "launch": count * launch,
         "tensor": count * tensor,
-        "bubble": (pp - 1) * (way.slowest + launch + tensor),
+        "bubble": sum(stages) - slowest + (pp - 1) * (launch + tensor),
         "pipeline": (count + pp - 1) * message if pp > 1 else 0.0,
     }
 
@@ -118,10 +111,10 @@ def train_parts(profile: Profile, task: Task, s: Strategy, speeds: Speeds, links
     there, back = (_way(profile, task, s, rows, speeds, way) for way in (False, True))
     tensor, message = _sent(profile, task, s, rows, links)
     again = recomputes(profile, s)
-    both, sent = _Way(there.slowest + back.slowest, there.mean + back.mean), (tensor * (2 + again), 2 * message)
+    both, sent = [sum(ways) for ways in zip(there, back, strict=True)], (tensor * (2 + again), 2 * message)
     layers = (1 + again) * profile.layers + 2 * (profile.layers - profile.role.frozen * (s.pp == 1))
     parts = _pipelined(both, sent, ceil(layers / s.pp) * speeds.launch, count, s.pp)
-    parts["recompute"] = (count + s.pp - 1) * there.slowest * again
+    parts["recompute"] = (count + s.pp - 1) * max(there) * again
     parts |= _update_parts(profile, s, count, parts["compute"], speeds, links)
     updates = task.minibatches * task.epochs * task.times
     return {name: seconds * updates for name, seconds in parts.items()}

@@ -37,7 +37,9 @@ __all__ = ["Rates", "measure", "pair_rates", "read_rate"]
 ROUNDS = 5
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = 64
-ENOUGH_S = 0.05
+SETTLED_S = 0.15
+"""in which the system gives each of a process's threads a core of its own, after their number has changed"""
+ENOUGH_S = 0.1
 LARGE_BYTES = 2**26
 PEER_S = 60
 
@@ -122,9 +124,13 @@ def read_rate(device: torch.device, num_bytes: int = LARGE_BYTES) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one of as many calls as take ENOUGH_S, after one that doesn't count."""
+    """Of one of as many calls as take ENOUGH_S, after some that don't count."""
     _finished(call, device)
-    once = _finished(call, device)
+    settled_s = time.perf_counter() + SETTLED_S
+    while True:
+        once = _finished(call, device)
+        if time.perf_counter() > settled_s:
+            break
     number = max(1, round(ENOUGH_S / max(once, 1e-7)))
     return _finished(lambda: [call() for _ in range(number)], device) / number
 

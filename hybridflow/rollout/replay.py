@@ -73,8 +73,6 @@ class ReplayConfig(Config):
     """power of the weights that make up for it; it rises to 1 over the run"""
     samples_per_insert: float | None = Field(None, gt=0)
     """instead of train.updates_per_step: how often each transition after the warmup is drawn, on average"""
-    overlap: bool = False
-    """collect while learning, with weights a step older: for samplers that have a pool of their own"""
     dataset: str | None = None
     """what the buffer begins with: a Minari dataset, by its folder or its id"""
     shards: int = Field(1, ge=1)

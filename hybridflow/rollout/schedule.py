@@ -1,21 +1,26 @@
 """A schedule decides who calls rollout and learn, and when."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from pydantic import Field, model_validator
 
 from hybridflow.core.batch import Batch
+from hybridflow.core.config import Config
 from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Buffer, InformativeGroups
 
 __all__ = [
+    "Ahead",
     "Asynchronous",
+    "Beginning",
     "Draw",
     "DynamicSampling",
-    "Lagging",
     "Offline",
-    "Overlapping",
     "Schedule",
+    "ScheduleConfig",
     "Source",
     "Synchronous",
 ]
@@ -25,6 +30,37 @@ Source = Callable[[int], Batch]
 
 Draw = Callable[[int, int], Batch]
 """(number of the first prompt, how many) -> what ``rollout`` starts from; a pure function too"""
+
+
+class ScheduleConfig(Config):
+    """Keys of ``[schedule]``."""
+
+    kind: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: roll out, then learn; one_step_off: the next rollout meanwhile; async: those of the next max_staleness steps"""
+    max_staleness: int = Field(1, ge=0)
+    """of async: the most updates that come between the beginning of a rollout and the learning from it"""
+    partial_rollouts: bool = True
+    """of async: responses go on with new weights at their next token; else new weights wait until responses have ended"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("max_staleness", "partial_rollouts"):
+            if self.kind != "async" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} has no effect with kind = "{self.kind}"; set kind = "async" or leave it out')
+        return self
+
+    @property
+    def ahead(self) -> int:
+        """Steps whose rollouts begin before they are learned from."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.kind]
+
+
+class Beginning(Protocol):
+    """An actor whose rollouts can begin before they are asked for: ``rollout`` then returns the oldest of ``begun``."""
+
+    begun: deque[Batch]
+
+    def begin(self, batch: Batch, /) -> None: ...
 
 
 class Schedule(Protocol):
@@ -87,64 +123,44 @@ class Offline(_Learning):
         return self.learn(algorithm, buffer)
 
 
-class Overlapping(_Learning):
-    """Ask for the next rollout, then learn ``updates`` times: where the sampler has processes of its own, both happen at
-    once.
+class Ahead(_Learning):
+    """Learn from the rollout of the step, while those of the next ``steps`` are under way: where the sampler has processes
+    of its own, both happen at once.
 
-    What a step learns from was collected with the weights from before the last step's updates, one step older than in
-    ``Synchronous``. Who is faster changes nothing: a rollout is always added before the updates of the step after that in
-    which it was asked for. The rollout that waits is part of the state.
+    Rollouts are learned from in the order of their prompts, whoever is faster, so a run learns from what ``Synchronous``
+    does, only with older weights, and short responses are no earlier than long ones. A rollout begins when the learner has
+    made all but ``steps`` of the updates before its own: it is at most so many updates old, and what isn't there by then
+    is waited for. Without any ``steps`` it is ``Synchronous``.
+
+    Rollouts under way are part of the state: saving waits until they are done.
     """
 
-    def __init__(self, updates: int) -> None:
+    def __init__(self, actor: Beginning, steps: int, updates: int = 1) -> None:
         super().__init__(updates)
-        self._waiting: tuple[Batch, int] | None = None
+        self.actor, self.steps, self._versions = actor, steps, deque[int]()
+        self._metrics: dict[str, float] = {}
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The last batch that was learned from; None while the buffer is warming up."""
-        collected = self._waiting or (algorithm.rollout(source(step)), self.version)
-        self._waiting = algorithm.rollout(source(step + 1)), self.version
-        buffer.add(*collected)
+        while len(self._versions) <= self.steps:
+            self.actor.begin(source(step + len(self._versions)))
+            self._versions.append(self.version)
+        begun_by = self._versions.popleft()
+        self._metrics = {"staleness": self.version - begun_by}
+        buffer.add(algorithm.rollout(source(step)), begun_by)
         return self.learn(algorithm, buffer)
 
-    def waiting(self) -> Sequence[tuple[Batch, int]]:
-        return () if self._waiting is None else (self._waiting,)
+    def metrics(self) -> dict[str, float]:
+        """``staleness``: updates since the rollout began that the last step learned from, or stored."""
+        return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
-        waiting = None if self._waiting is None else {"rollout": self._waiting[0].load(), "version": self._waiting[1]}
-        return {**super().state_dict(), "waiting": waiting}
+        begun = [batch.load() for batch in self.actor.begun]
+        return {**super().state_dict(), "begun": begun, "versions": list(self._versions)}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         super().load_state_dict(state)
-        waiting = state["waiting"]
-        self._waiting = None if waiting is None else (waiting["rollout"], waiting["version"])
-
-
-class Lagging(_Learning):
-    """Roll out with the newest weights, then learn from what was collected ``lag`` rollouts before.
-
-    What is learned from is as old as in a run whose samplers are always ``lag`` rollouts ahead of the learner.
-    """
-
-    def __init__(self, lag: int) -> None:
-        super().__init__()
-        self.lag, self.num_waiting = lag, 0
-
-    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
-        """The batch that was learned from; None in the first ``lag`` steps."""
-        buffer.add(algorithm.rollout(source(step)), self.version)
-        self.num_waiting += 1
-        learned = self.learn(algorithm, buffer) if self.num_waiting > self.lag else None
-        if learned is not None:
-            self.num_waiting -= 1
-        return learned
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waiting": self.num_waiting}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        super().load_state_dict(state)
-        self.num_waiting = state["waiting"]
+        self.actor.begun, self._versions = deque(state["begun"]), deque(state["versions"])
 
 
 class _Pending(NamedTuple):

@@ -116,7 +116,7 @@ GUARDS: dict[str, Guard] = {
         _above("the mean difference of log-probabilities between sampler and learner", "actor/mismatch"),
         "actor/mismatch (nats per token or step) is above the limit",
         "responses come from another policy than the one that learns: weights too old, too coarse, or changed too fast",
-        'set generation.precision = "full", make rollouts shorter or impala.lag smaller, or lower actor.optimizer.lr',
+        'set generation.precision = "full", make rollouts shorter, or lower schedule.max_staleness or actor.optimizer.lr',
     ),
     "empty": Guard(
         "response_length/mean",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.roles import WorkerContext
+from hybridflow.generation.stream import Stream
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.layout import decoder_shards
 from hybridflow.models.policy import network_shards
@@ -43,6 +44,8 @@ class Replica:
         self._seen: set[str] = set()
         self._sums: list[int] = []
         self._last_sums: list[int] = []
+        self.gate: Stream | None = None
+        """closed while the weights change"""
         self.probe_error = 0.0
         """how far log-probabilities were from the learner's, at the last publish"""
 
@@ -58,6 +61,8 @@ class Replica:
         Raises ContractError for weights of another network; WorkerError for bytes that were damaged on their way, for a
         step without effect, and for log-probabilities that differ.
         """
+        if self.gate is not None and not self._sums:
+            self.gate.close()
         own = tensors(self.networks, self.main)
         for part in parts:
             if checksum(part.arrays.values()) != part.checksum:
@@ -67,6 +72,12 @@ class Replica:
         self._sums += [part.checksum for part in parts]
         if last:
             self._finish(own, parts)
+            if self.gate is not None:
+                self.gate.open()
+
+    def forget(self) -> None:
+        """The rest of the buckets won't come."""
+        self._sums, self._seen = [], set()
 
     def _copy(self, name: str, tensor: Tensor | None, array: np.ndarray) -> None:
         if tensor is None and name in self._elsewhere:

@@ -17,12 +17,14 @@ from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
+from hybridflow.generation.stream import Stream
 from hybridflow.generation.vllm_engine import VLLMEngine
 from hybridflow.generation.weights import Precision
 from hybridflow.models.decoder import Decoder
 from hybridflow.parallel.mesh import Line
 from hybridflow.reshard.execute import Transition
 from hybridflow.workers.parts import Lines
+from hybridflow.workers.replica import Replica
 
 __all__ = ["PolicySource", "TextSampler"]
 
@@ -62,7 +64,8 @@ class RolloutEngine(Protocol):
 class TextSampler:
     """Samples responses with ``params``; ``attach`` must come first.
 
-    ``max_length``: tokens of the longest prompt and response together; vLLM is started for it.
+    ``max_length``: tokens of the longest prompt and response together; vLLM is started for it. ``streams``: calls of a
+    member begin while others are under way, see ``Stream``, whose ``partial`` is ``partial_rollouts``.
     """
 
     def __init__(
@@ -77,12 +80,16 @@ class TextSampler:
         engine: Literal["hybridflow", "vllm"] = "hybridflow",
         precision: Precision = "full",
         max_length: int = 0,
+        streams: bool = False,
+        partial_rollouts: bool = True,
     ) -> None:
         self.context, self.tokenizer, self.params = context, tokenizer, params
         self.seed, self.max_slots, self.kv_cache_gb = seed, max_slots, kv_cache_gb
         self.engine_name, self.max_length = engine, max_length
         self.precision: Precision = precision
         self.vllm: VLLMEngine | None = None
+        self.streams, self.partial_rollouts = streams, partial_rollouts
+        self.stream: Stream | None = None
 
     def attach(self, source: PolicySource) -> None:
         """Sample from the policy of ``source``: its weights in place, or pushed to vLLM when its version has changed.
@@ -108,6 +115,26 @@ class TextSampler:
         else:
             engine = self.engine = Engine(source.sampled, precision=self.precision, pp=source.sampled_pp, **args)
             engine.between_steps = self.context.breathe
+            if self.streams:
+                self.stream = self._stream(Engine(source.sampled, precision=self.precision, **args))
+
+    def _stream(self, engine: Engine) -> Stream:
+        """Over an engine of its own: evaluations draw with other parameters, while requests are under way."""
+        assert isinstance(self.source, Replica), "a sampler that streams has a pool of its own"
+        source = self.source
+        stream = Stream(engine, self.params, lambda: source.version, self.partial_rollouts, self.context.breathe)
+        source.gate = stream
+        return stream
+
+    def begin(self, batch: Batch) -> None:
+        """Responses to these rows will be asked for: begin with them."""
+        assert self.stream is not None, "members' calls begin early in streams alone"
+        self.stream.begin(_requests(batch))
+
+    def forget(self) -> None:
+        """Of what has begun nothing will be asked for."""
+        if self.stream is not None:
+            self.stream.forget()
 
     @control
     def close(self) -> None:
@@ -120,6 +147,7 @@ class TextSampler:
         reads=("prompt", "sample_id"),
         writes=("tokens", "response_mask", "log_probs", "policy_version", "terminated", "truncated", "response"),
         kind="generate",
+        begins="begin",
     )
     def rollout(self, batch: Batch, params: SamplingParams | None = None, /) -> Batch:
         """One response a row. ``params`` replaces the sampler's own, for evaluation or a greedy baseline.
@@ -128,16 +156,20 @@ class TextSampler:
         every row, ``truncated`` on those.
         """
         prompts = batch.ragged("prompt")
-        requests = [Request(prompt, int(i)) for prompt, i in zip(prompts, batch["sample_id"], strict=True)]
-        self.engine.version = self.source.version
-        preempted = self.engine.num_preempted
-        with self.source.reading() as transition:
-            done = self.engine.generate(requests, params or self.params)
-        if transition is not None:
-            self._observe_transition(transition)
+        if self.stream is not None and params is None:
+            engine: RolloutEngine = self.stream.engine
+            preempted = engine.num_preempted
+            done = self.stream.take(batch["sample_id"].tolist())
+        else:
+            engine, preempted = self.engine, self.engine.num_preempted
+            engine.version = self.source.version
+            with self.source.reading() as transition:
+                done = engine.generate(_requests(batch), params or self.params)
+            if transition is not None:
+                self._observe_transition(transition)
         if params is None and done:
             self._observe_lengths(prompts.lengths, done)
-        self._observe(done, self.engine.num_preempted - preempted)
+        self._observe(done, engine.num_preempted - preempted)
         return Batch(
             {
                 "tokens": Ragged.from_rows(
@@ -179,6 +211,10 @@ class TextSampler:
         }
         for name, value in told.items():
             self.context.metrics.maximum(name, value)
+
+
+def _requests(batch: Batch) -> list[Request]:
+    return [Request(prompt, int(i)) for prompt, i in zip(batch.ragged("prompt"), batch["sample_id"], strict=True)]
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:

@@ -171,7 +171,10 @@ def on(pools: dict[str, int], **roles: str) -> dict[str, Any]:
         (with_keys(A3C, actor__net={"normalise": True}), "actor.net.normalise: the learner of a3c sees gradients"),
         (with_keys(A3C, train__epochs=2), "train.epochs = 2: a3c makes one step of a rollout; leave it out"),
         (with_keys(A2C, environment__workers=2), "a2c learns from its newest policy's rollouts alone; leave it out"),
-        (with_keys(IMPALA, environment__workers=2, impala={"lag": 3}), "impala.lag = 3: with environment.workers = 2"),
+        (
+            with_keys(IMPALA, environment__workers=2, schedule={"kind": "async"}),
+            'schedule.kind = "async": environment.workers collect by themselves',
+        ),
         ({**A3C, **RAY}, "placement.roles: actor would wait for rollouts on pool 'main'; give the sampler one of its own"),
         (
             {**A3C, **on({"learner": 1, "envs": 3}, actor="learner", sampler="envs")},

@@ -54,14 +54,14 @@ def test_q_learning_learns_from_each_step_by_itself() -> None:
 
 
 def test_impala_learns_from_rollouts_of_older_policies() -> None:
-    lag = 2
-    steps = steps_of(with_keys(CARTPOLE, algorithm="impala", ppo=None, impala={"lag": lag}, train__steps=9), 9)
-    versions = [None if step.batch is None else step.batch.ragged("policy_version").values for step in steps]
-    assert versions[:lag] == [None] * lag
-    for number, found in enumerate(versions[lag:], lag + 1):
-        assert found is not None and set(found.tolist()) == {max(0, number - 1 - 2 * lag)}
-    assert steps[lag].metrics["actor/mismatch"] < 1e-6
-    assert all(step.metrics["actor/mismatch"] > 1e-4 for step in steps[2 * lag + 1 :])
+    schedule = {"kind": "async", "max_staleness": 2}
+    steps = steps_of(with_keys(CARTPOLE, algorithm="impala", ppo=None, schedule=schedule, train__steps=9), 9)
+    for number, step in enumerate(steps, 1):
+        assert step.batch is not None
+        assert set(step.batch.ragged("policy_version").values.tolist()) == {max(0, number - 1 - 2)}
+        assert step.metrics["staleness"] == min(number - 1, 2)
+    assert steps[0].metrics["actor/mismatch"] < 1e-6
+    assert all(step.metrics["actor/mismatch"] > 1e-4 for step in steps[3:])
 
 
 def test_returns_that_the_limit_cuts_are_not_learned_from() -> None:

@@ -88,7 +88,10 @@ def test_dqn_remembers_the_cue_by_sequences(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [{"algorithm": "impala", "impala": {"lag": 1}}, {"algorithm": "reinforce", "reinforce": {"baseline": "value"}}],
+    [
+        {"algorithm": "impala", "schedule": {"kind": "async"}},
+        {"algorithm": "reinforce", "reinforce": {"baseline": "value"}},
+    ],
 )
 def test_other_methods_learn_from_what_acted_too(method: dict[str, Any]) -> None:
     nets = {"actor__net__kind": "gru", "critic__net__kind": "gru"}

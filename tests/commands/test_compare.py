@@ -39,8 +39,6 @@ prompts_per_step = 8
 group_size = 4
 [evaluation]
 limit = 1
-[checkpoint]
-export = false
 """
 SPLIT = """
 [runtime]

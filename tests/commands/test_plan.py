@@ -46,7 +46,7 @@ def test_it_tells_bytes_of_every_role_without_loading_a_model(
 
 
 def test_meshes_share_what_a_process_needs(hybridflow: Program, tmp_path: Path) -> None:
-    ray = {"kind": "ray", "slots": 4}
+    ray = {"kind": "ray"}
     path = written(tmp_path, with_keys(REVERSE, runtime=ray, placement={"pools": {"main": 4}}))
     alone = roles_of(hybridflow, path)["actor"]["footprint"]
     cut = roles_of(hybridflow, path, "--actor.mesh.tp", 2, "--train.token_budget", 16)["actor"]["footprint"]

@@ -27,7 +27,7 @@ def main() -> None:
     cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
     pools = ResourcePool("makers", (1, 1)), ResourcePool("readers", (1, 1))
     placement = Placement(pools, {"b": "readers"}, "makers")
-    runtime = RayRuntime(placement, address=cluster.address, slots=0, threads=1, timeout_s=60, gpus=False)
+    runtime = RayRuntime(placement, address=cluster.address, threads=1, timeout_s=60, gpus=False)
     told: dict[str, Any] = {}
     try:
         a, b, marker = runtime.role(role("a", Maker)), runtime.role(role("b", Maker)), runtime.role(role("m", Marker))
@@ -80,7 +80,7 @@ def used_bytes(most: float) -> int:
 def refused(address: str) -> str:
     placement = Placement((ResourcePool("wide", (1, 1, 1)),), {}, "wide")
     try:
-        RayRuntime(placement, address=address, slots=0, threads=1, timeout_s=5, gpus=False).start()
+        RayRuntime(placement, address=address, threads=1, timeout_s=5, gpus=False).start()
     except UserError as error:
         return str(error)
     return ""

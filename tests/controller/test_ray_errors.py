@@ -39,7 +39,7 @@ def make_runtime(*nodes: int) -> RayRuntime:
     """One pool for each number, of so many processes; role ``p<i>`` lives on pool ``p<i>``."""
     pools = tuple(ResourcePool(f"p{i}", (size,)) for i, size in enumerate(nodes))
     placement = Placement(pools, {pool.name: pool.name for pool in pools}, "p0")
-    return RayRuntime(placement, address=None, slots=8, threads=1, timeout_s=60, gpus=False)
+    return RayRuntime(placement, address=None, threads=1, timeout_s=60, gpus=False)
 
 
 def lives(pid: int) -> bool:
@@ -172,7 +172,7 @@ def test_workers_are_held_to_what_they_declare(verb: str, writes: tuple[str, ...
         (
             (9,),
             False,
-            r"^placement\.pools ask for 9 workers, but Ray has 8 CPU slots \(8\); raise runtime\.slots, or ask",
+            r"^placement\.pools ask for 9 workers, but Ray has 8 CPU slots \(8\); add machines, or ask",
         ),
         ((2, 2), False, r"^placement\.pools: wide = \[2, 2\] needs 2 machines .*; Ray has machines with 8 CPU slots$"),
         ((1,), True, r"^placement\.pools ask for 1 workers, but Ray has 0 GPU slots"),
@@ -181,7 +181,7 @@ def test_workers_are_held_to_what_they_declare(verb: str, writes: tuple[str, ...
 def test_pools_that_ask_for_too_much_are_told_in_one_line(nodes: tuple[int, ...], gpus: bool, message: str) -> None:
     placement = Placement((ResourcePool("wide", nodes),), {}, "wide")
     with pytest.raises(UserError, match=message):
-        RayRuntime(placement, address=None, slots=8, threads=1, timeout_s=5, gpus=gpus).start()
+        RayRuntime(placement, address=None, threads=1, timeout_s=5, gpus=gpus).start()
 
 
 @pytest.mark.usefixtures("ray_cluster")

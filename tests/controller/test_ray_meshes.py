@@ -33,7 +33,7 @@ class Laid(RayRuntime):
 @pytest.fixture(scope="module")
 def runtime(ray_cluster: None) -> Iterator[Laid]:
     placement = Placement((ResourcePool("main", (8,)),))
-    runtime = Laid(placement, address=None, slots=8, threads=1, timeout_s=60, gpus=False)
+    runtime = Laid(placement, address=None, threads=1, timeout_s=60, gpus=False)
     for name in MESHES:
         setattr(runtime, name, runtime.role(role(name, Marker)))
     runtime.ready()

@@ -22,7 +22,7 @@ OFFLOAD = ("actor", "critic")
 
 def start(offload: tuple[str, ...]) -> RayRuntime:
     placement = Placement((ResourcePool("main", (1,)),), offload=offload)
-    return RayRuntime(placement, address=None, slots=8, threads=1, timeout_s=60, gpus=False)
+    return RayRuntime(placement, address=None, threads=1, timeout_s=60, gpus=False)
 
 
 def add(runtime: RayRuntime, name: str, worker: Any) -> Any:

@@ -28,7 +28,7 @@ class Started:
     def __init__(self) -> None:
         pools = ResourcePool("pair", (2,)), ResourcePool("one", (1,))
         placement = Placement(pools, {"troubled": "pair", "sleeper": "pair", "maker": "one"}, "pair")
-        given = {"address": None, "slots": 8, "threads": 1, "timeout_s": 60, "gpus": False}
+        given = {"address": None, "threads": 1, "timeout_s": 60, "gpus": False}
         self.runtime = RayRuntime(placement, recovery=RecoveryConfig(deadline_s=3.0), **given)
         self.troubled = self.runtime.role(role("troubled", Troubled))
         self.sleeper = self.runtime.role(role("sleeper", Sleeper))

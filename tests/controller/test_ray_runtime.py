@@ -40,7 +40,7 @@ def pools(ray_cluster: None) -> Iterator[Pools]:
     sizes = ResourcePool("three", (3,)), ResourcePool("two", (2,)), ResourcePool("one", (1,))
     three, two = ("a", "s3", "learner"), ("b", "s2", "copy", "learner2", "copy2")
     homes = dict.fromkeys(three, "three") | dict.fromkeys(two, "two")
-    runtime = RayRuntime(Placement(sizes, homes, "one"), address=None, slots=8, threads=1, timeout_s=60, gpus=False)
+    runtime = RayRuntime(Placement(sizes, homes, "one"), address=None, threads=1, timeout_s=60, gpus=False)
     a, b, one = runtime.role(role("a", Maker)), runtime.role(role("b", Maker)), runtime.role(role("one", Maker))
     sleepers = tuple(runtime.role(Role(name, Sleeper, max_workers=1)) for name in ("s1", "s2", "s3"))
     runtime.ready()

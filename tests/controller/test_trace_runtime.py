@@ -80,7 +80,7 @@ ENVIRONMENTS: dict[str, dict[str, Any]] = {
     "a2c": {"ppo": None},
     "a3c": {"ppo": None, "critic": None, "environment__workers": 1, "train": {"steps": 1}},
     "trpo": {"ppo": None},
-    "impala": {"ppo": None, "impala__lag": 0},
+    "impala": {"ppo": None},
     "q_learning": {
         "ppo": None,
         "critic": None,

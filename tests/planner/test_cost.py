@@ -68,7 +68,7 @@ def test_a_learner_takes_what_runs_are_told(tmp_path: Any, dtype: str, strategy:
         "actor__dtype": dtype,
         "actor__activation_checkpointing": strategy.recompute,
         "train__token_budget": 64,
-        "runtime": {"kind": "ray", "slots": 8},
+        "runtime": {"kind": "ray"},
         "placement": {"pools": {"main": strategy.devices}},
     }
     config = validate(with_keys(REVERSE, **keys), "test")

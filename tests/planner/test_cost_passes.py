@@ -62,11 +62,20 @@ def test_a_pipeline_waits_for_its_stages_and_for_the_slowest() -> None:
     head = 3 * 2 * SPEC.hidden_size * SPEC.vocab_size * 1024 * 1024 / 100e12
     layer = (whole["compute"] - head) / 31.6  # the last one does less
     assert slowest == pytest.approx(max(7 * layer, 6.6 * layer + head), rel=0.01)  # of 32 layers the last stages have 7
-    assert piped["bubble"] == pytest.approx(slowest * 4 / 64, rel=1e-6)  # of 64 microbatches
+    others = 5 * piped["compute"] - slowest
+    assert piped["bubble"] == pytest.approx(others / 64, rel=1e-6)  # of 64 microbatches
     # forward and back, 68 slots of 8 updates, 2 rows of hidden states over the links: 5 stages are in one machine
     assert piped["pipeline"] == pytest.approx(8 * 68 * 2 * 2 * 2048 * 4096 * 2 / 200e9)
     over_network = timed(model(), LEARN, Strategy(5, 2, rows=2)).parts["pipeline"]
     assert over_network == pytest.approx(8 * 68 * 2 * 2 * 2048 * 4096 * 2 / 25e9)
+
+
+def test_a_stage_of_frozen_layers_only_goes_forward() -> None:
+    half = replace(GRAPH, roles=(replace(LEARNER, frozen=16), SAMPLER, FROZEN))
+    full, piped = (timed(model(graph=graph), LEARN, Strategy(2, rows=2)).parts for graph in (GRAPH, half))
+    assert piped["bubble"] == pytest.approx(full["bubble"] / 3, rel=0.01), "one of its three ways is left"
+    assert piped["compute"] == pytest.approx(full["compute"] * 4 / 6, rel=0.01)
+    assert piped["compute"] + piped["imbalance"] == pytest.approx(full["compute"] + full["imbalance"], rel=0.01)
 
 
 def test_layers_of_short_microbatches_wait_for_weights_or_launches() -> None:

@@ -48,7 +48,7 @@ def test_a_policy_that_leaves_its_reference(tmp_path: Path) -> None:
 
 def test_a_policy_that_changes_too_fast_for_its_sampler(tmp_path: Path) -> None:
     data = with_keys(CARTPOLE, algorithm="impala", ppo=None, train__epochs=1, train__steps=100)
-    stopped(tmp_path, "mismatch", data, actor__optimizer__lr=0.3, impala__lag=4)
+    stopped(tmp_path, "mismatch", data, actor__optimizer__lr=0.3, schedule={"kind": "async", "max_staleness": 4})
 
 
 def test_a_policy_that_says_nothing(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_ranges_and_what_they_cover(arrays: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "impala-cartpole", "dqn-switches"])
 def test_a_run_that_went_back_is_the_whole_one(name: str, tmp_path: Path) -> None:
-    data = with_keys({**TEXT, **ENVIRONMENTS}[name], checkpoint={"every": 4, "keep": 5, "export": False})
+    data = with_keys({**TEXT, **ENVIRONMENTS}[name], checkpoint={"every": 4, "keep": 5})
     cut = run(data, tmp_path / "cut", train__steps=10)
     whole = balance(cut / "ledger.sqlite")
     resumed = run(data, cut, str(cut / "checkpoints" / "step-00000004"), train__steps=10)
@@ -272,7 +272,7 @@ def test_a_run_that_went_back_is_the_whole_one(name: str, tmp_path: Path) -> Non
 
 def test_a_run_that_kept_no_ledger_is_accounted_for_from_where_it_goes_on(tmp_path: Path) -> None:
     for name in ("impala-cartpole", "dqn-switches"):
-        data = with_keys(ENVIRONMENTS[name], checkpoint={"every": 4, "export": False})
+        data = with_keys(ENVIRONMENTS[name], checkpoint={"every": 4})
         cut = run(data, tmp_path / name, train__steps=4)
         (cut / "ledger.sqlite").unlink()
         found = balance(run(data, cut, "latest", train__steps=8) / "ledger.sqlite")

@@ -32,7 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def six_are_three_and_three(data: dict[str, Any], folder: Path, at: int = 3) -> None:
-    data = with_keys(data, checkpoint={"every": at, "export": False}, evaluation__every=at)
+    data = with_keys(data, checkpoint={"every": at}, evaluation__every=at)
     whole = run(data, folder / "whole", train__steps=6)
     run(data, folder / "halves", train__steps=at)
     halves = run(data, folder / "halves", "latest", train__steps=6)

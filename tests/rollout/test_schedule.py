@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hybridflow.core.batch import Batch
 from hybridflow.core.roles import Algorithm
 from hybridflow.rollout.buffer import Fifo, InformativeGroups
-from hybridflow.rollout.schedule import Asynchronous, DynamicSampling, Lagging
+from hybridflow.rollout.schedule import Ahead, Asynchronous, DynamicSampling
 
 
 def draw(first: int, num_prompts: int) -> Batch:
@@ -101,19 +102,51 @@ def test_the_state_is_all_that_resuming_needs(state: dict[str, int]) -> None:
     assert algorithm.dealt == [7, 8] and schedule.version == 4
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_lagging_learns_from_what_was_collected_so_many_rollouts_before(lag: int) -> None:
-    algorithm, schedule, buffer = Recorder(1), Lagging(lag), Fifo(lag)
-    learned = [schedule.step(number, algorithm, lambda step: draw(step, 1), buffer) for number in range(1, 7)]
-    assert [batch is None for batch in learned] == [number < lag for number in range(6)]
-    assert algorithm.dealt == [1, 2, 3, 4, 5, 6] and algorithm.learned == [[number] for number in range(1, 7 - lag)]
-    assert schedule.version == 6 - lag and buffer.num_dropped == 0
-    again, copy = Lagging(lag), Fifo(lag)
-    again.load_state_dict(schedule.state_dict())
-    copy.load_state_dict(buffer.state_dict())
-    for which, kept in ((schedule, buffer), (again, copy)):
-        which.step(7, algorithm, lambda step: draw(step, 1), kept)
-    assert algorithm.learned[-1] == algorithm.learned[-2] == [7 - lag]
+class Sampler:
+    """Begins rollouts; remembers which, and after how many updates."""
+
+    def __init__(self, learned: list[list[int]]) -> None:
+        self.begun, self.learned, self.told = deque[Batch](), learned, list[tuple[int, int]]()
+
+    def begin(self, batch: Batch) -> None:
+        self.told.append((int(batch["group_id"][0]), len(self.learned)))
+        self.begun.append(batch.with_columns(scores=np.full(len(batch), len(self.learned), np.float32)))
+
+
+class Early(Recorder):
+    """Takes what has begun, which has to be of the prompts that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.actor = Sampler(self.learned)
+
+    def rollout(self, source: Batch) -> Batch:
+        batch = self.actor.begun.popleft()
+        assert np.array_equal(batch["sample_id"], source["sample_id"])
+        return batch
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(ahead=st.integers(0, 4), steps=st.integers(1, 8), resumed=st.integers(0, 8))
+def test_rollouts_begin_so_many_updates_before_they_are_learned_from(ahead: int, steps: int, resumed: int) -> None:
+    def going_on(algorithm: Early, schedule: Ahead, buffer: Fifo, first: int, last: int) -> None:
+        for number in range(first, last + 1):
+            batch = schedule.step(number, algorithm, lambda step: draw(step, 1), buffer)
+            assert batch is not None and set(batch["scores"].tolist()) == {max(0, number - 1 - ahead)}
+            assert schedule.metrics() == {"staleness": min(number - 1, ahead)}
+
+    algorithm, buffer = Early(), Fifo(ahead)
+    schedule, half = Ahead(algorithm.actor, ahead), min(resumed, steps)
+    going_on(algorithm, schedule, buffer, 1, half)
+    state, algorithm = schedule.state_dict(), Early()
+    algorithm.learned += [[number] for number in range(1, half + 1)]
+    again = Ahead(algorithm.actor, ahead)
+    again.load_state_dict(state)
+    going_on(algorithm, again, buffer, half + 1, steps)
+    assert algorithm.learned == [[number] for number in range(1, steps + 1)] and again.version == steps
+    begun = [group for group, _ in algorithm.actor.told]
+    assert begun == list(range(half + ahead + 1 if half else 1, steps + ahead + 1)), "nothing begins twice"
+    assert buffer.num_dropped == 0
 
 
 SHARES = [np.arange(0, 3), np.arange(3, 4), np.arange(4, 6)]
