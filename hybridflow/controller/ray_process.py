@@ -224,7 +224,7 @@ class Process:
         for _, worker, context in self.roles.values():
             context.metrics.clear()
             if isinstance(worker, Streaming):
-                worker.forget()
+                worker.abandon()
         for replica in self.replicas.values():
             replica.forget()
         return os.getpid()

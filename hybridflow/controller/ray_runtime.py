@@ -199,7 +199,8 @@ class RayRuntime(KeepsState):
             parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
             lane = {"concurrency_group": STREAM} if sampler in self._streams else {}
             sent = self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts, lane), only)
-            self._streams.get(sampler, []).extend(sent)
+            if sampler in self._streams:
+                self._streams[sampler] = [*filter(self.tasks.__contains__, self._streams[sampler]), *sent]
 
     def member(self, handle: W, rank: int, /) -> W:
         """The role's process ``rank`` alone."""
@@ -239,13 +240,9 @@ class RayRuntime(KeepsState):
         check_reads(where, reads, batch)
         call = replace(self._describe(role.name, name, batch.select(reads), arguments, writes), alone=alone)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
+        if role.name in self._streams:
+            self._begin(verb, where, group, only, shipped)
         refs = [self._method(group, rank + (only or 0), 2 + len(writes)).remote(shipped) for rank in range(mesh.size)]
-        if alone and role.name in self._streams:
-            begin = group.processes[only or 0].begin.options(concurrency_group=STREAM)
-            self.tasks.add(begin.remote(shipped, verb.begins), Task(f"{where}: begin", group, only or 0, alone=True))
-        elif role.name in self._streams:  # the main lane doesn't wait for the weights that the other one gets
-            self.tasks.wait(self._streams[role.name])
-            self._streams[role.name].clear()
         counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
         single = self.mesh(role).size == 1
         needs = {refs.writer: list(refs.columns) for refs in call.outputs if refs.writer != "driver"}
@@ -261,6 +258,17 @@ class RayRuntime(KeepsState):
         source = _Source(self, output, [ref[0] for ref in collected], known)
         new = {column: Lazy(((source, column),)) for column in names}
         return batch.with_columns(**new) if verb.rows == "same" else Batch(new)
+
+    def _begin(self, verb: Verb, where: str, group: WorkerGroup, only: int | None, shipped: Any) -> None:
+        """Before a call of a role whose members' calls begin early: to all of its processes it goes when they have the newest
+        weights, which the lane of calls doesn't wait for."""
+        stream = self._streams[where.partition(".")[0]]
+        if only is None:
+            self.tasks.wait(stream)
+            stream.clear()
+        else:
+            begin = group.processes[only].begin.options(concurrency_group=STREAM)
+            self.tasks.add(begin.remote(shipped, verb.begins), Task(f"{where}: begin", group, only, alone=True))
 
     def _method(self, group: WorkerGroup, rank: int, num_returns: int) -> Any:
         key = group.pool.name, rank, num_returns

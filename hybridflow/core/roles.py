@@ -444,9 +444,9 @@ class Offloadable(Protocol):
 
 @runtime_checkable
 class Streaming(Protocol):
-    """A worker with a verb that ``begins`` early. ``forget``: of what has begun nothing will be asked for."""
+    """A worker with a verb that ``begins`` early. ``abandon``: of what has begun nothing will be asked for."""
 
-    def forget(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class Saving(Protocol):

@@ -83,7 +83,7 @@ class Stream:
             self._closed = False
             self._changed.notify_all()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Nobody waits for anything any more; call it when no other thread is at work here."""
         for sample_id in self.engine.sample_ids:
             self.engine.abort(sample_id)

@@ -131,10 +131,10 @@ class TextSampler:
         assert self.stream is not None, "members' calls begin early in streams alone"
         self.stream.begin(_requests(batch))
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Of what has begun nothing will be asked for."""
         if self.stream is not None:
-            self.stream.forget()
+            self.stream.abandon()
 
     @control
     def close(self) -> None:

@@ -124,7 +124,7 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     stream.take([1])
     stream.begin(requests(3))
     stream.close()
-    stream.forget()
+    stream.abandon()
     assert not stream.engine.num_in_flight
     stream.begin(requests(2))
     assert same(stream.take([2]), alone(weights.decoder, 2))
