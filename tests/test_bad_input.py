@@ -81,7 +81,7 @@ def one_line(outcome: Outcome) -> str:
             {"loss": {"kind": "reinforce", "clip": 0.1}},
             'loss: kind = "reinforce" has no use for clip = 0.1; leave clip out',
         ),
-        ({"loss": {"correction_cap": 3}}, 'correction_cap has no effect with correction = "none"'),
+        ({"loss": {"correction_cap": 3}}, "loss.correction_cap has no effect without loss.correction"),
         ({"kl": {"target": 0.1}}, "kl: target = 0.1 has no effect with coef = 0; set coef or remove target"),
         ({"kl": {"coef": 0.1, "kind": "k1"}}, 'kl.kind = "k1" with kl.where = "loss": its expected gradient is zero'),
         ({"algorithm": "remax", "train__max_refills": 2}, "train.max_refills = 2: algorithm = 'remax' learns from groups"),

@@ -74,7 +74,7 @@ def test_left_out_keys_take_the_kind_s_own_values() -> None:
         (LossConfig, {"kind": "gspo", "dual_clip": 3.0}),
         (LossConfig, {"kind": "gspo", "aggregation": "token_mean"}),
         (LossConfig, {"kind": "reinforce", "clip_high": 0.1}),
-        (LossConfig, {"correction_cap": 2.0}),
+        (LossConfig, {"correction": "none", "correction_cap": 2.0}),
         (KLConfig, {"where": "loss"}),
         (KLConfig, {"kind": "k2"}),
     ],
