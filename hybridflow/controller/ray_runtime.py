@@ -260,8 +260,8 @@ class RayRuntime(KeepsState):
         return batch.with_columns(**new) if verb.rows == "same" else Batch(new)
 
     def _begin(self, verb: Verb, where: str, group: WorkerGroup, only: int | None, shipped: Any) -> None:
-        """Before a call of a role whose members' calls begin early: to all of its processes it goes when they have the newest
-        weights, which the lane of calls doesn't wait for."""
+        """Before a call of a role whose members' calls begin early. One to all of its processes has to wait until they have
+        the newest weights, which come on another lane."""
         stream = self._streams[where.partition(".")[0]]
         if only is None:
             self.tasks.wait(stream)
