@@ -74,6 +74,7 @@ class Recovery:
                     self._snapshots.take(self.run.trainer.step, wait=True)
                 return
             except LostWorkersError as lost:
+                self._forget()
                 self._mend(lost, every_pool=True)
 
     def watch(self, checkpointer: Checkpointer, note: Callable[[str, str], None], *rewound: Callable[[int], None]) -> None:
@@ -108,10 +109,7 @@ class Recovery:
 
     def _recover(self, lost: LostWorkersError) -> None:
         start, after = time.monotonic(), self.run.trainer.step
-        if self._checkpointer is not None:
-            self._checkpointer.forget()
-        if self._snapshots is not None:
-            self._snapshots.forget()
+        self._forget()
         while True:
             self._mend(lost)
             try:
@@ -128,6 +126,13 @@ class Recovery:
             file.write(json.dumps(event) + "\n")
         told = f"{_line(lost)}; seen within {lost.seen_s:.1f} s, recovered in {took_s:.1f} s, back after step {step}"
         self._note(told if step == after else f"{told} (of {after})", "yellow")
+
+    def _forget(self) -> None:
+        """Whatever was being written: it can't be completed any more."""
+        if self._checkpointer is not None:
+            self._checkpointer.forget()
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     def _mend(self, lost: LostWorkersError, every_pool: bool = False) -> None:
         """Make the lost workers anew, however often it takes."""

@@ -144,13 +144,12 @@ class Snapshots:
         self._number += 1
         name = f"snapshot-{self._number}"
         with self._elsewhere_if_full():
-            snapshot = _Snapshot(name, shelves.make(name), step)
+            snapshot = self._pending = _Snapshot(name, shelves.make(name), step)
             own = shelves.own.make(name)
             state: dict[str, Any] = self.run.save(snapshot.path)
             for part, value in state.items():
                 write_state(own, part, value)
             snapshot.names = list(state)
-            self._pending = snapshot
 
     @contextmanager
     def _costs(self) -> Iterator[None]:

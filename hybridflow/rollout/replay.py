@@ -365,6 +365,7 @@ class Replay:
         for name, values in self._index.items():
             values[: len(self)] = state["index"][name]
         self._going_on, self._largest = dict(state["going_on"].tolist()), state["largest"]
+        self._metrics.clear()  # of a step that was begun and comes again
         if self._tree is not None:
             self._tree = SumTree(self.capacity)
             self._tree.set(np.arange(len(self)), state["priorities"])

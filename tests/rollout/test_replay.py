@@ -245,6 +245,10 @@ def test_metrics_tell_what_passed_and_how_old_it_was():
         "replay/age_updates": pytest.approx(np.mean(np.where(numbers < 5, 7, 4))),
     }
     assert "replay/drawn" not in replay.metrics()
+    state = replay.state_dict()
+    replay.sample(8)
+    replay.load_state_dict(state)
+    assert "replay/drawn" not in replay.metrics(), "of a step that comes again"
 
 
 def worker(spill, capacity=1000):
