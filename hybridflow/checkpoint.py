@@ -46,11 +46,14 @@ class Checkpoint(NamedTuple):
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Adds to a CheckpointError what to do."""
+        """Adds to a CheckpointError what to do, and makes one of a state that lacks something."""
         try:
             yield
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {_older(self.path)}") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found = f"its state isn't one of this version and run ({type(error).__name__}: {error})"
+            raise CheckpointError(f"{self.path}: {found}; {_older(self.path)}") from error
 
 
 class Writing:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from hybridflow.core.batch import Batch, Ragged
-from hybridflow.core.errors import ContractError
+from hybridflow.core.errors import CheckpointError, ContractError
 from hybridflow.core.files import sync
 from hybridflow.core.tensor_file import kind_of, write_tensors
 
@@ -45,12 +45,15 @@ def write_state(folder: Path, name: str, state: Any) -> list[str]:
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """What ``write_state`` wrote."""
+    """What ``write_state`` wrote. CheckpointError: it can't be that."""
     arrays: dict[str, Array] = {}
-    if (path := folder / f"{name}.safetensors").is_file():
-        with safe_open(path, framework="np") as file:
-            arrays = {number: file.get_tensor(number) for number in file.keys()}  # noqa: SIM118 - not a dict
-    return _decoded(json.loads((folder / f"{name}.json").read_text()), arrays)
+    try:
+        if (path := folder / f"{name}.safetensors").is_file():
+            with safe_open(path, framework="np") as file:
+                arrays = {number: file.get_tensor(number) for number in file.keys()}  # noqa: SIM118 - not a dict
+        return _decoded(json.loads((folder / f"{name}.json").read_text()), arrays)
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError, ContractError) as error:
+        raise CheckpointError(f"{folder / name}.json: can't be read ({type(error).__name__}: {error})") from error
 
 
 def _encoded(value: Any, arrays: list[Array]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import warnings
@@ -25,6 +27,22 @@ __all__ = ["Recorded", "open_recorded", "record"]
 
 TOGETHER = 10_000
 """steps of one batch of episodes, about"""
+COMPRESSION = 1100
+"""no filter of HDF5 makes more bytes than so many of one"""
+TOLD = {"observation_space": str, "action_space": str, "data_format": str, "total_episodes": int, "total_steps": int}
+"""what its metadata must say; without spaces, Minari would make the environment that they name, and so run code"""
+DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
+"""what Minari, h5py and numpy raise on reading damaged files; they check little"""
 Spaces = tuple[Any, Any]
 
 
@@ -42,10 +60,10 @@ class Recorded(NamedTuple):
     def batches(self) -> Iterator[Batch]:
         """All episodes, each a row, in columns as environments give them; an episode that didn't terminate counts as cut.
 
-        ``sample_id`` counts down from -1. DataError: a reward isn't finite.
+        ``sample_id`` counts down from -1. DataError: an episode can't be read, or can't be of the environment.
         """
         episodes: list[Any] = []
-        for episode in self.dataset.iterate_episodes():
+        for episode in self._episodes():
             episodes.append(episode)
             if sum(map(len, episodes)) >= TOGETHER:
                 yield self._batch(episodes)
@@ -53,13 +71,21 @@ class Recorded(NamedTuple):
         if episodes:
             yield self._batch(episodes)
 
+    def _episodes(self) -> Iterator[Any]:
+        left = self.num_steps
+        with _damage_told(self.name):
+            for episode in self.dataset.iterate_episodes():
+                left -= len(episode)
+                if problem := _problem(episode, self.spaces) if left >= 0 else "has more steps than all are said to have":
+                    raise DataError(f"replay.dataset = {self.name!r}: episode {episode.id} {problem}")
+                yield episode
+        if left:
+            raise DataError(f"replay.dataset = {self.name!r}: it is said to have {left} steps more than its episodes have")
+
     def _batch(self, episodes: Sequence[Any]) -> Batch:
         types, start = entry_types(self.spaces), getattr(self.spaces[1], "start", 0)
         lengths = np.array([len(episode) for episode in episodes], np.int64)
         rewards = np.concatenate([episode.rewards for episode in episodes]).astype(np.float32)
-        if not np.isfinite(rewards).all():
-            bad = episodes[int(np.repeat(np.arange(len(lengths)), lengths)[~np.isfinite(rewards)][0])]
-            raise DataError(f"replay.dataset = {self.name!r}: episode {bad.id} has a reward that is NaN or infinite")
         observed = types["observations"].base
         terminated = np.array([bool(episode.terminations[-1]) for episode in episodes])
         steps = {
@@ -82,19 +108,77 @@ class Recorded(NamedTuple):
 def open_recorded(name: str, environment: str, spaces: Spaces) -> Recorded:
     """A dataset by its folder, or by its id in MINARI_DATASETS_PATH or ~/.minari.
 
-    DataError: it isn't there, or it is of other spaces than the ``environment``.
+    DataError: it isn't there, is damaged, or is of other spaces than the ``environment``.
     """
     minari = _minari("replay.dataset")
-    try:
-        dataset = minari.MinariDataset(Path(name) / "data") if Path(name).is_dir() else minari.load_dataset(name)
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"replay.dataset = {name!r}: expected a Minari dataset's folder or id; {error}") from error
+    folder = (Path(name) if Path(name).is_dir() else minari.storage.get_dataset_path(name)) / "data"
+    if not (folder / "metadata.json").is_file():
+        raise DataError(f"replay.dataset = {name!r}: expected a Minari dataset's folder or id; there is no {folder}")
+    with _damage_told(name):
+        _check_claims(folder)
+        dataset = minari.MinariDataset(folder)
     for what, there, here in zip(
         ("observations", "actions"), (dataset.observation_space, dataset.action_space), spaces, strict=True
     ):
         if there != here:
             raise DataError(f"replay.dataset = {name!r}: its {what} are {there}, but those of {environment!r} are {here}")
     return Recorded(name, dataset, spaces)
+
+
+def _check_claims(folder: Path) -> None:
+    """ValueError: metadata or headers aren't as they have to be, or claim more than the files can hold."""
+    size = sum(path.stat().st_size for path in folder.rglob("*"))
+    metadata = json.loads((folder / "metadata.json").read_text())
+    for key, kind in TOLD.items():
+        if type(metadata.get(key)) is not kind:
+            raise ValueError(f"metadata.json: {key} is {metadata.get(key)!r:.80}, expected {kind.__name__}")
+    if not 0 <= metadata["total_episodes"] <= min(size, metadata["total_steps"]):
+        raise ValueError(f"metadata.json: {metadata['total_episodes']} episodes of {metadata['total_steps']} steps")
+    if metadata["data_format"] == "hdf5":
+        _check_arrays(folder / "main_data.hdf5", COMPRESSION * size)
+
+
+def _check_arrays(path: Path, most: int) -> None:
+    import h5py
+
+    def check(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and math.prod(item.shape or (0,)) * item.dtype.itemsize > most:
+            raise ValueError(f"{path.name}: {name} of shape {list(item.shape)} can't be in so small a file")
+
+    with h5py.File(path) as file:
+        file.visititems(check)
+
+
+def _problem(episode: Any, spaces: Spaces) -> str:
+    """Why an episode can't be of an environment of these spaces; "" if it can."""
+    done, steps, types = spaces[1], len(episode), entry_types(spaces)
+    expected = {
+        "observations": (steps + 1, types["observations"]),
+        "actions": (steps, types["actions"]),
+        "rewards": (steps, np.dtype(np.float32)),
+        "terminations": (steps, np.dtype(bool)),
+    }
+    for name, (length, kind) in expected.items():
+        values = np.asarray(getattr(episode, name))
+        if values.shape != (length, *kind.shape) or not np.can_cast(values.dtype, kind.base, "same_kind"):
+            found = f"{values.dtype} {list(values.shape)}"
+            return f"has {name} that are {found}, expected {kind.base} {[length, *kind.shape]}"
+        if not np.isfinite(values).all():
+            return f"has {name} that are NaN or infinite"
+    if type(done).__name__ in ("Discrete", "MultiDiscrete"):
+        numbers, count = episode.actions - done.start, done.n if type(done).__name__ == "Discrete" else done.nvec
+        if ((numbers < 0) | (numbers >= count)).any():
+            return f"has actions that are none of {done}"
+    return "" if steps else "has no step"
+
+
+@contextmanager
+def _damage_told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGED as error:
+        told = f"can't be read ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        raise DataError(f"replay.dataset = {name!r}: {told}; record or download it again") from error
 
 
 def record(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, TokenType, dequantize
+from gguf import GGUFReader, GGUFValueType, TokenType, dequantize
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
@@ -25,6 +25,9 @@ __all__ = ["Progress", "convert_gguf", "silent"]
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total): called as the work goes on; ``total`` counts what the stage counts (bytes, tensors)."""
+
+MOST_VALUES = 2**20
+"""of a list in the metadata, each of which the reader makes objects for; vocabularies have a quarter of a million tokens"""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -93,13 +96,27 @@ class _Meta(dict[str, Any]):
         raise ModelError(f"{self.path}: no {key} in its metadata; the file is incomplete, convert or download it again")
 
 
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """Refuses what the file is too short for; by itself, the reader goes on behind its end, as long as there is memory."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, **order: Any) -> Any:
+        if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data)}")
+        return super()._get(offset, dtype, count, **order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY and (length := self._get(orig_offs + 4, np.uint64)[0]) > MOST_VALUES:
+            raise ValueError(f"a list of {length} values")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 def _open(path: Path) -> tuple[GGUFReader, _Meta]:
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         return reader, _Meta(path, {key: field.contents() for key, field in reader.fields.items()})
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file; give the path of a .gguf file") from error
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:  # the reader checks nothing
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{path}: not a GGUF file, or a truncated one ({error}); download it again") from error
 
 
@@ -144,7 +161,8 @@ def _tensors(reader: GGUFReader, spec: DecoderSpec, path: Path, progress: Progre
     for done, tensor in enumerate(reader.tensors):
         progress("convert", done, len(reader.tensors))
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            with np.errstate(all="ignore"):  # of numbers that are told below
+                values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except ValueError as error:
             raise ModelError(f"{path}: {tensor.name} is damaged ({error}); download it again") from error
         except NotImplementedError as error:
@@ -152,7 +170,9 @@ def _tensors(reader: GGUFReader, spec: DecoderSpec, path: Path, progress: Progre
             raise ModelError(
                 f"{path}: {tensor.name} is quantised as {kind}, which can't be read; use another file"
             ) from error
-        weight = torch.from_numpy(np.array(values, dtype=np.float32))
+        if not np.isfinite(values).all():
+            raise ModelError(f"{path}: {tensor.name} has numbers that are NaN or infinite; download it again")
+        weight = torch.from_numpy(values)
         if spec.family == "llama" and ".attn_q." in tensor.name:
             weight = _halves(weight, spec.num_heads)
         if spec.family == "llama" and ".attn_k." in tensor.name:

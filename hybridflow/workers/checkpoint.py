@@ -180,11 +180,11 @@ class PieceReader:
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
                 file = self._open.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path}: can't be read ({error})") from error
-            cuts = json.loads(file.metadata()[CUTS])
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                self._places.setdefault(name, []).append(_place(file, name, cuts.get(name)))
+                cuts = json.loads(file.metadata()[CUTS])
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    self._places.setdefault(name, []).append(_place(file, name, cuts.get(name)))
+            except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{path}: can't be read ({type(error).__name__}: {error})") from error
         return self
 
     def __exit__(self, *_: object) -> None:

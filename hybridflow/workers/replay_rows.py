@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from hybridflow.controller.protocols import ONE_TO_ALL, SHARES
 from hybridflow.core.batch import Array, Batch, Ragged
@@ -163,15 +163,24 @@ class ReplayWorker:
         self.num_added, found = state["num_added"], 0
         for number, file in enumerate(files):
             check_file(folder.parent, file, content=number % self.context.mesh.size == self.context.rank)
-            with safe_open(folder.parent / file.name, framework="np") as saved:
-                numbers = saved.get_tensor("numbers").view(np.int64)[:, 0]
-                for part in _parts(len(numbers), self._unit_bytes):
-                    mine, local = self._mine(numbers[part] % self.ring.capacity)
-                    found += len(mine)
-                    for name in self.rows if len(mine) else ():
-                        _raw(self._of_units(name))[local] = saved.get_slice(name)[part][mine]
+            try:
+                found += self._load(folder.parent / file.name)
+            except (SafetensorError, ValueError, IndexError) as error:
+                raise CheckpointError(f"{folder.parent / file.name}: can't be read ({error})") from error
         if found != len(self._held()):
             raise CheckpointError(f"{folder}: {found} of {len(self._held())} replayed rows are there")
+
+    def _load(self, path: Path) -> int:
+        """This rank's rows of a file; how many they are."""
+        found = 0
+        with safe_open(path, framework="np") as saved:
+            numbers = saved.get_tensor("numbers").view(np.int64)[:, 0]
+            for part in _parts(len(numbers), self._unit_bytes):
+                mine, local = self._mine(numbers[part] % self.ring.capacity)
+                found += len(mine)
+                for name in self.rows if len(mine) else ():
+                    _raw(self._of_units(name))[local] = saved.get_slice(name)[part][mine]
+        return found
 
     def _held(self) -> Ints:
         """The numbers of the units here, by their place."""

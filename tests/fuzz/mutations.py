@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-__all__ = ["damaged", "examples", "values"]
+from hybridflow.core.errors import HybridFlowError
+
+__all__ = ["damaged", "examples", "little_memory", "survives", "values"]
 
 LARGE = [0, 1, 0x7F, 0xFF, 2**31 - 1, 2**31, 2**32 - 1, 2**60, 2**63 - 1, 2**64 - 1]
 
@@ -59,3 +65,21 @@ values = st.recursive(
     max_leaves=5,
 )
 """What JSON may hold."""
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """A claim of a header that is believed is a MemoryError here, not a machine without memory."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def survives(read: Callable[[], object]) -> None:
+    """Nothing else than an error of ours, which tells something, leaves it."""
+    try:
+        read()
+    except HybridFlowError as error:
+        assert str(error)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ import pytest
 from conftest import CARTPOLE, REVERSE, with_keys
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mutations import damaged, examples, values
+from mutations import damaged, examples, little_memory, survives, values  # noqa: F401
 
 from hybridflow import checkpoint
 from hybridflow.cli import main
 from hybridflow.config import load_config, validate
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.data.pairs import read_pairs
 from hybridflow.data.prompts import read_records
 from hybridflow.data.text import Tokenizer
@@ -34,22 +32,7 @@ PAIRS = b'{"prompt": "51>", "chosen": "15", "rejected": "55", "margin": 2.0}\n'
 CSV = b'prompt,answer\n"2+3=",5\n"a ""b""",6\n'
 
 
-@pytest.fixture(autouse=True)
-def _little_memory() -> Iterator[None]:
-    """A claim of a header that is believed is a MemoryError here, not a machine without memory."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**30, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def survives(read: Callable[[], object]) -> None:
-    """Nothing else than an error of ours, which tells something, leaves it."""
-    try:
-        read()
-    except HybridFlowError as error:
-        assert str(error)
+pytestmark = pytest.mark.usefixtures("little_memory")
 
 
 @given(st.sampled_from(CONFIGS).flatmap(damaged))
@@ -154,20 +137,32 @@ def test_policies(tmp_path: Path, data: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from test_models_gguf import write_gguf
 
     path = tmp_path_factory.mktemp("gguf") / "m.gguf"
     write_gguf(path)
-    return path.read_bytes()
+    return path
 
 
 @given(data=st.data())
 @examples(25)
-def test_gguf(tmp_path: Path, gguf: bytes, data: st.DataObject) -> None:
+def test_gguf(tmp_path: Path, gguf: Path, data: st.DataObject) -> None:
     shutil.rmtree(tmp_path / "hf", ignore_errors=True)
-    (tmp_path / "m.gguf").write_bytes(data.draw(damaged(gguf)))
+    (tmp_path / "m.gguf").write_bytes(data.draw(damaged(gguf.read_bytes())))
     survives(lambda: convert_gguf(tmp_path / "m.gguf", tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(("length", "told"), [(2**40, "a list of 1099511627776 values"), (2**20, "it ends at byte")])
+def test_a_list_that_a_gguf_has_no_room_for_takes_no_memory(tmp_path: Path, gguf: Path, length: int, told: str) -> None:
+    name = b"tokenizer.ggml.token_type"
+    data = bytearray(gguf.read_bytes())
+    at = data.index(name) + len(name) + 8  # behind the types of a list and of its values
+    assert int.from_bytes(data[at : at + 8], "little") == 264
+    data[at : at + 8] = length.to_bytes(8, "little")
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=told):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "hf")
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,16 @@ def test_a_truncated_file_is_told_in_one_line(tmp_path, kept):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "hf")
 
 
+def test_a_weight_that_is_not_finite_is_told_in_one_line(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    content = bytearray((tmp_path / "m.gguf").read_bytes())
+    content[-4:] = np.float32(np.nan).tobytes()
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"m\.gguf: output_norm\.weight has numbers that are NaN or infinite"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_what_is_no_gguf_is_told_in_one_line(tmp_path):
     (tmp_path / "m.gguf").write_text("version https://git-lfs.github.com/spec/v1, and then some more text")
     with pytest.raises(ModelError, match=r"m\.gguf: not a GGUF file"):
