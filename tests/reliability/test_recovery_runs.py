@@ -28,8 +28,8 @@ ONE, TWO = {"main": 1}, {"main": 2}
 APART = {"learning": 2, "sampling": 1}
 ROWS = {"learning": 1, "sampling": 1, "rows": 2}
 WORKERS = {"learning": 1, "sampling": 2}
-OVERLAPPING = with_keys(ENVIRONMENTS["dqn-switches"], replay__overlap=True, replay__shards=2)
-SAC = with_keys(PENDULUM, replay__overlap=True, replay__shards=2)
+OVERLAPPING = with_keys(ENVIRONMENTS["dqn-switches"], schedule__kind="one_step_off", replay__shards=2)
+SAC = with_keys(PENDULUM, schedule__kind="one_step_off", replay__shards=2)
 Train = Callable[..., Outcome]
 
 
