@@ -34,7 +34,7 @@ from hybridflow.core.roles import Kind, Role
 from hybridflow.core.toml_edit import edit_toml
 from hybridflow.planner.cluster import Cluster, Machine
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
-from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Strategy
+from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Schedule, Strategy
 from hybridflow.planner.sizes import ModelSize
 from hybridflow.workers.parts import WHOLE
 
@@ -164,7 +164,8 @@ def mapping_of(config: RunConfig, cluster: Cluster, graph: TaskGraph | None = No
     there = {pool.name: tuple(name for name in names if placed.pool_of(name) == pool) for pool in placed.pools}
     machines = _machines([pool for pool in placed.pools if there[pool.name]], cluster)
     pools = tuple(Pool(pool.name, machine, pool.size, there[pool.name]) for pool, machine in machines)
-    return DeviceMapping(pools, {role.name: _strategy(config, role, graph) for role in graph.roles})
+    schedule: Schedule = "async" if config.schedule.ahead else "sync"
+    return DeviceMapping(pools, {role.name: _strategy(config, role, graph) for role in graph.roles}, schedule)
 
 
 def _unknown(config: RunConfig) -> Iterator[str]:
@@ -250,8 +251,10 @@ def _is_set(data: Any, key: tuple[str, ...]) -> bool:
 
 
 def _runtime_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
-    """Several machines are a Ray cluster that is there."""
+    """Several machines are a Ray cluster that is there. A planner's "async" is one step stale."""
     yield ("runtime", "kind"), "ray", "local"
+    stale = config.schedule.kind if config.schedule.ahead else "one_step_off"
+    yield ("schedule", "kind"), stale if mapping.schedule == "async" else "sync", "sync"
     total, machine = sum(pool.devices for pool in mapping.pools), mapping.pools[0].machine
     if total > machine.devices and config.runtime.address is None:
         yield ("runtime", "address"), "auto", None
@@ -269,7 +272,8 @@ def _placement_keys(config: RunConfig, mapping: DeviceMapping) -> Keys:
     for role, name in pools.items():
         if pools.get(FOLLOWS.get(role, "")) != name:
             yield ("placement", "roles", role), name, None
-    near = pools.get("sampler", mapping.pools[0].name)  # functions score what is drawn there
+    nearest = "sampler" if mapping.schedule == "sync" else "actor"  # who stays ahead waits for nobody
+    near = pools.get(nearest, mapping.pools[0].name)  # functions score what is drawn there
     for role, certain in config.roles().items():
         if certain and role not in FOLLOWS and role not in pools:
             yield ("placement", "roles", role), near, None
@@ -294,8 +298,9 @@ def _role_keys(config: RunConfig, role: ModelRole, strategy: Strategy, longest: 
 
 def _impossible(mapping: DeviceMapping, graph: TaskGraph) -> Iterator[str]:
     """What no configuration says."""
-    if mapping.schedule != "sync":
-        yield f'schedule = "{mapping.schedule}": a run generates and learns by turns'
+    beside = [role for pool in mapping.pools if "sampler" in pool.roles for role in pool.roles if role != "sampler"]
+    if mapping.schedule == "async" and beside:
+        yield f'schedule = "async": {", ".join(beside)} would wait for rollouts; the sampler needs a pool of its own'
     if mapping.practice != OURS:
         yield f"{mapping.practice}: a run has practices of its own, {OURS}"
     kinds = dict.fromkeys(pool.machine.device.name for pool in mapping.pools)

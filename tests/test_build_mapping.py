@@ -327,6 +327,18 @@ def test_roles_follow_and_functions_score_where_it_is_drawn(folder: Path) -> Non
     assert config.placed.roles["estimator"] == "a" and mapping_of(config, CLUSTER).pools == pools
 
 
+def test_a_plan_that_is_one_step_stale_says_so_in_the_schedule(folder: Path) -> None:
+    path = file_of(folder, "stale", "ppo", reward=None)
+    pools = (Pool("a", MACHINE, 2, ("reference", "actor", "critic")), Pool("b", MACHINE, 2, ("sampler",)))
+    mapping = DeviceMapping(pools, dict.fromkeys(("actor", "reference", "critic", "sampler"), Strategy(dp=2)), "async")
+    path.write_text(written(path, mapping))
+    config = load_config(path)
+    assert config.schedule.kind == "one_step_off" and config.placement.roles["reward"] == "a"
+    assert mapping_of(config, CLUSTER).schedule == "async"
+    path.write_text(written(path, replace(mapping, schedule="sync")))
+    assert load_config(path).schedule.kind == "sync"
+
+
 def test_roles_of_one_section_may_have_pools_of_their_own(folder: Path) -> None:
     path = file_of(folder, "critics", "safe_rlhf")
     rest = tuple(role.name for role in task_graph(load_config(path)).roles if role.name != "cost_critic")
@@ -356,7 +368,10 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schedule": "async"}, 'schedule = "async": a run generates and learns by turns'),
+        (
+            {"schedule": "async"},
+            'schedule = "async": reward, reference, cost, actor, critic, cost_critic would wait for rollouts',
+        ),
         ({"practice": Practice("vanilla")}, "Practice(reshard='vanilla', kv_cache=True, batch=0"),
         ({"pools": (Pool("all", MACHINE, 4, ("actor",)),)}, "reward is on 0 pools; expected each of reward, reference, "),
         (

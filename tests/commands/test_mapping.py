@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 
+from hybridflow.config import load_config
 from hybridflow.telemetry.timeline import read_timeline
 
 Program = Callable[..., Outcome]
@@ -184,7 +185,6 @@ def test_anything_can_be_varied(hybridflow: Program, tmp_path: Path, key: str, v
         ((*CLUSTER, "--picture", "/proc"), "plan: can't write /proc (it is a folder)"),
         ((*CLUSTER, "--write", "/proc/none/x.toml"), "plan: can't write /proc/none/x.toml"),
         ((*CLUSTER, "--write", "x.toml", "--model", "llama-7b"), "plan: --write puts a mapping into a file"),
-        ((*CLUSTER, "--write", "x.toml", "--schedule", "async"), 'schedule = "async": a run generates and learns by turns'),
         ((*CLUSTER, "--objective", "price"), "device a100-80g has no price"),
         (
             ("--explain-memory", "--model", "llama-7b"),
@@ -196,6 +196,16 @@ def test_nonsense_is_told_in_one_line(hybridflow: Program, ppo: Path, arguments:
     code, out, err = hybridflow("plan", ppo, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and error in err
+
+
+def test_a_plan_for_rollouts_beside_learning_is_written_with_its_schedule(
+    hybridflow: Program, ppo: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "planned.toml"
+    assert hybridflow("plan", ppo, *CLUSTER, "--schedule", "async", "--write", path).code == 0
+    config = load_config(path)
+    assert config.schedule.kind == "one_step_off"
+    assert [role for role, pool in config.placed.roles.items() if pool == config.placed.roles["sampler"]] == ["sampler"]
 
 
 def test_too_small_a_cluster_says_which_would_do(hybridflow: Program, ppo: Path) -> None:
