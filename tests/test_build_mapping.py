@@ -370,7 +370,7 @@ def test_a_plan_with_overrides_is_written_for_runs_with_them(folder: Path) -> No
     [
         (
             {"schedule": "async"},
-            'schedule = "async": reward, reference, cost, actor, critic, cost_critic would wait for rollouts',
+            'schedule = "async": reward, reference, cost, actor, critic, cost_critic would wait for',
         ),
         ({"practice": Practice("vanilla")}, "Practice(reshard='vanilla', kv_cache=True, batch=0"),
         ({"pools": (Pool("all", MACHINE, 4, ("actor",)),)}, "reward is on 0 pools; expected each of reward, reference, "),
