@@ -37,7 +37,7 @@ from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
 from hybridflow.core.resident import MemoryMeter, resident_bytes
-from hybridflow.core.roles import MemoryPart, Offloadable, Role, Streaming, WorkerContext, verb_of
+from hybridflow.core.roles import HandsOver, MemoryPart, Offloadable, Role, Streaming, WorkerContext, verb_of
 from hybridflow.parallel.mesh import ProcessMesh
 
 __all__ = [
@@ -114,7 +114,7 @@ class OutputRefs:
 @dataclass(frozen=True)
 class Call:
     """A verb to run. ``columns``: of each column that it reads, (number of the output, its name there) of every part, and
-    its places (None: all rows). ``alone``: no other rank is called, so this one gets all rows."""
+    its places (None: all rows). ``mesh``: of the ranks that are called."""
 
     role: str
     verb: str
@@ -123,7 +123,7 @@ class Call:
     outputs: Sequence[OutputRefs]
     columns: Mapping[str, tuple[tuple[tuple[int, str], ...], Places | None]]
     num_rows: int | None
-    alone: bool = False
+    mesh: Mesh
 
     @property
     def num_bytes(self) -> int:
@@ -229,15 +229,16 @@ class Process:
             replica.forget()
         return os.getpid()
 
-    def add(self, role: Role[Any], mesh: Mesh) -> None:
-        """Build the worker of a role. Processes of the pool that the role has no use for join in making its groups."""
+    def add(self, role: Role[Any], widest: Mesh, mesh: Mesh) -> None:
+        """Build the worker of a role, which works on ``mesh`` now, on ``widest`` at most. Processes of the pool that the
+        role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
             if not self.roles:
                 self.memory = MemoryMeter()  # by now what roles import has been imported
-            lines = ProcessMesh(mesh, self.setup.rank, self.setup.patience, self.line_groups)
-            if self.setup.rank < mesh.size:
+            lines = ProcessMesh(widest, self.setup.rank, self.setup.patience, self.line_groups)
+            if self.setup.rank < widest.size:
                 self._offload_others(role.name)
-                reduce = lines.dp.all_reduce if mesh.dp > 1 else None
+                reduce = lines.dp.all_reduce if widest.dp > 1 else None
                 context = WorkerContext(mesh=mesh, rank=self.setup.rank, reduce=reduce, going=self.going, lines=lines)
                 worker = role.worker(context, **role.args)
                 self.roles[role.name] = role, worker, context
@@ -279,6 +280,27 @@ class Process:
         with self._working(f"{sampler}.load"), self._moving(f"{sampler}.weights"):
             self.replicas[sampler].load(parts, last)
 
+    def resize(self, role: str, mesh: Mesh, joins: bool) -> Any:
+        """Let the worker of a role be a rank of ``mesh`` from now on, or none: (None, what others get of its state). One
+        that ``joins`` forgets what it may have of earlier times."""
+        with self._working(f"{role}.resize"):
+            _, worker, context = self.roles[role]
+            if not isinstance(worker, HandsOver):
+                context.mesh = mesh
+                return None, ()
+            if joins:
+                worker.load_state_dict(())
+            return None, worker.hand_over(mesh)
+
+    def take_over(self, role: str, given: Sequence[Any]) -> None:
+        """Go on with what is this rank's now of what others have given away: ``given`` are references."""
+        with self._working(f"{role}.take_over"):
+            self.roles[role][1].take_over([state for states in _get(given) for state in states])
+
+    def rethread(self, threads: int) -> None:
+        """Let torch have so many threads from now on."""
+        torch.set_num_threads(threads)
+
     def control(self, role: str, method: str, wanted: bool, *arguments: Any) -> Any:
         """Call a method that moves no rows; its result, if it is ``wanted``."""
         arguments = tuple(located(a, self.node) if isinstance(a, Path) else a for a in arguments)
@@ -302,8 +324,7 @@ class Process:
         with self._working(where):
             if self._make_room(call.role, call.verb):
                 clock.lap("transfer", f"{call.role}.onload")
-        mesh, rank = (Mesh(), 0) if call.alone else (context.mesh, context.rank)
-        rows = verb.protocol.distribute(weighed, mesh)[rank]
+        rows = verb.protocol.distribute(weighed, call.mesh)[context.rank if call.mesh.size > 1 else 0]
         own = batch if verb.protocol.view else batch.rows(rows).load().freeze()
         clock.lap("transfer")
         with self._working(where, own):

@@ -6,7 +6,8 @@
 Columns never pass through the driver unless the program reads them. Calls on different pools run side by side as soon as
 their inputs are there; calls on one pool run in the order in which the program makes them. Whatever the driver waits for,
 it watches every task that is open: the first that fails is raised here (``ray_tasks.py``). Processes that are lost can be
-made anew (``mend``): roles are data, so what they were at first is known.
+made anew (``mend``): roles are data, so what they were at first is known. How many processes of its pool a role works in,
+and how many threads they have, may change between any two calls (``resize``, ``rethread``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.cores import Share
+from hybridflow.controller.elastic import hands_over, has_own_workers, obstacle
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
@@ -88,6 +90,10 @@ class RayRuntime(KeepsState):
         self._held: dict[tuple[int, str], tuple[OutputRefs, Any]] = {}
         self._published: set[tuple[str, str]] = set()
         self._buckets: dict[str, int] = {}
+        self._workers: dict[str, int] = {}
+        self._threads: dict[str, int] = {}
+        self._members: set[str] = set()
+        self._shares: dict[str, list[Share]] = {}
         self._methods: dict[tuple[str, int, int], Any] = {}
         self.groups: dict[str, WorkerGroup] = {}
         self.pids: dict[tuple[str, int], int] = {}
@@ -112,10 +118,10 @@ class RayRuntime(KeepsState):
     def _gather(self, pools: Collection[str]) -> None:
         """Start the processes of these pools, let all find each other, and build the roles that there are."""
         self._unready |= set(pools)
-        dealt = shares(self.placement.pools, homes(self._rooms))
+        self._shares = shares(self.placement.pools, homes(self._rooms))
         new = [pool for pool in self.placement.pools if pool.name in pools]
         for pool in new:
-            setups = [self._setup(pool, rank, share) for rank, share in enumerate(dealt[pool.name])]
+            setups = [self._setup(pool, rank, share) for rank, share in enumerate(self._shares[pool.name])]
             self.groups[pool.name] = WorkerGroup(pool, self._rooms[pool.name], setups, self.gpus)
         self.peers = {(name, rank): p for name, group in self.groups.items() for rank, p in enumerate(group.processes)}
         addresses = {pool.name: self.groups[pool.name].listen() for pool in new}
@@ -139,7 +145,7 @@ class RayRuntime(KeepsState):
             pool.name,
             rank,
             pool.size,
-            threads=self.threads,
+            threads=self._threads.get(pool.name, self.threads),
             share=share,
             folder=os.getcwd(),
             timeout_s=self.tasks.timeout_s,
@@ -158,12 +164,20 @@ class RayRuntime(KeepsState):
         return cast(W, Handle(self, role))
 
     def _add(self, role: Role[Any]) -> None:
-        mesh, shipped, group = self.mesh(role), ray.put(role), self._group(role.name)
+        widest, mesh, shipped, group = self.widest(role), self.mesh(role), ray.put(role), self._group(role.name)
         for rank, process in enumerate(group.processes):
-            self.tasks.add(process.add.remote(shipped, mesh), Task(f"{role.name}: start", group, rank))
+            self.tasks.add(process.add.remote(shipped, widest, mesh), Task(f"{role.name}: start", group, rank))
+        if has_own_workers(role) and role.name in self._workers:
+            self.resize(role.name, self._workers[role.name])
+
+    def widest(self, role: Role[Any]) -> Mesh:
+        """Of all the processes that the role can use."""
+        return self.placement.mesh_of(role.name, role.max_workers)
 
     def mesh(self, role: Role[Any]) -> Mesh:
-        return self.placement.mesh_of(role.name, role.max_workers)
+        """Of those that it uses now."""
+        widest, workers = self.widest(role), self._workers.get(role.name)
+        return widest if workers is None or has_own_workers(role) else replace(widest, dp=workers)
 
     def share(self, learner: str, sampler: str, /) -> None:
         """In place where both are in the same processes; otherwise the sampler gets a copy that ``publish`` renews."""
@@ -172,14 +186,15 @@ class RayRuntime(KeepsState):
 
     def _in_place(self, learner: str, sampler: str) -> bool:
         same_pool = self.placement.pool_of(learner) == self.placement.pool_of(sampler)
-        return same_pool and self.mesh(self.roles[learner]).by_copies == self.mesh(self.roles[sampler])
+        return same_pool and self.widest(self.roles[learner]).by_copies == self.widest(self.roles[sampler])
 
     def _link(self, learner: str, sampler: str) -> None:
+        every = range(self.widest(self.roles[sampler]).size)
         if self._in_place(learner, sampler):
-            self._each(sampler, f"{sampler}: start", lambda process: process.share.remote(learner, sampler))
+            self._each(sampler, f"{sampler}: start", lambda process: process.share.remote(learner, sampler), every)
         else:
             shipped = ray.put(self.roles[learner])
-            self._each(sampler, f"{sampler}: start", lambda process: process.replicate.remote(shipped, sampler))
+            self._each(sampler, f"{sampler}: start", lambda process: process.replicate.remote(shipped, sampler), every)
 
     def publish(self, learner: str, sampler: str, only: int | None = None, /) -> None:
         """Send the learner's weights to the sampler, unless it reads them in place: bucket by bucket, each read while the
@@ -187,6 +202,10 @@ class RayRuntime(KeepsState):
         if self._in_place(learner, sampler):
             return
         self._published.add((learner, sampler))
+        ranks = range(self.mesh(self.roles[sampler]).size) if only is None else (only,)
+        self._send_weights(learner, sampler, ranks, alone=only is not None)
+
+    def _send_weights(self, learner: str, sampler: str, ranks: Sequence[int], alone: bool = False) -> None:
         role = self.roles[learner]
         group, mesh = self._group(learner), self.mesh(role)
         if learner not in self._buckets:
@@ -198,7 +217,8 @@ class RayRuntime(KeepsState):
                 self.tasks.add(done, Task(f"{learner}.weights", group, rank))
             parts = [asked[rank][1] for rank in THREE_D_PP_ONLY.collect(mesh)]
             lane = {"concurrency_group": STREAM} if sampler in self._streams else {}
-            sent = self._each(sampler, f"{sampler}.load", partial(_load, sampler, bucket == last - 1, parts, lane), only)
+            load = partial(_load, sampler, bucket == last - 1, parts, lane)
+            sent = self._each(sampler, f"{sampler}.load", load, ranks, alone)
             if sampler in self._streams:
                 self._streams[sampler] = [*filter(self.tasks.__contains__, self._streams[sampler]), *sent]
 
@@ -207,6 +227,7 @@ class RayRuntime(KeepsState):
         role = cast(Handle, handle).role
         if begins_early(role.worker):
             self._streams.setdefault(role.name, [])
+        self._members.add(role.name)
         return cast(W, Handle(self, role, rank))
 
     def ready(self) -> None:
@@ -219,14 +240,80 @@ class RayRuntime(KeepsState):
             raise WorkerError(f"role {role!r} has no workers any more: an error or stop() ended them")
         return group
 
-    def _each(self, role: str, what: str, ask: Callable[[Any], Any], only: int | None = None) -> list[Any]:
-        """Ask every process of a role, or one, for something; references that are there when it is done."""
-        group, ranks = self._group(role), range(self.mesh(self.roles[role]).size) if only is None else (only,)
-        sent = [ask(group.processes[rank]) for rank in ranks]
-        for rank, reference in zip(ranks, sent, strict=True):
-            alone = only is not None or role in self._streams
-            self.tasks.add(reference, Task(what, group, rank, alone=alone))
+    def _each(
+        self, role: str, what: str, ask: Callable[[Any], Any], ranks: Sequence[int], alone: bool = False
+    ) -> list[Any]:
+        """Ask processes of a role for something; references that are there when it is done."""
+        group, sent = self._group(role), list[Any]()
+        for rank in ranks:
+            sent.append(ask(group.processes[rank]))
+            self.tasks.add(sent[-1], Task(what, group, rank, alone=alone or role in self._streams))
         return sent
+
+    # How many workers and threads.
+
+    def resize(self, name: str, workers: int, /) -> None:
+        """From the next call on, the role works in the first ``workers`` processes of its pool, or its worker has so many
+        processes of its own; nobody waits for that.
+
+        State that goes with rows goes over to who has them from now on, and samplers that join get the learner's weights.
+        ContractError for a role that can't, see ``obstacle``.
+        """
+        role = self.roles[name]
+        if has_own_workers(role):
+            self._workers[name] = workers
+            self.control(role, "resize", cast(Any, role.worker).resize, (workers,))
+            return
+        if found := self.obstacle(name):
+            raise ContractError(f"role {name!r} can't change its workers: {found}")
+        if workers not in range(1, (most := self.widest(role).size) + 1):
+            raise ContractError(f"role {name!r} can't have {workers} workers: expected 1 to {most}, as in its pool")
+        old, self._workers[name] = self.mesh(role), workers
+        if (new := self.mesh(role)) != old:
+            self._regroup(role, old, new)
+        for learner in [learner for learner, sampler in self._published if sampler == name]:
+            self._send_weights(learner, name, range(old.size, new.size))
+
+    def obstacle(self, name: str) -> str | None:
+        """Why a role can't change its workers; None: it can."""
+        if any(sampler == name and self._in_place(learner, sampler) for learner, sampler in self._links):
+            return "it reads weights in place; give it a pool of its own"
+        if name in self._members and hands_over(self.roles[name]):
+            return "its workers roll out by themselves, each from rows of its own"
+        return obstacle(self.roles[name], self.widest(self.roles[name]))
+
+    def _regroup(self, role: Role[Any], old: Mesh, new: Mesh) -> None:
+        group, what, given = self._group(role.name), f"{role.name}: resize", list[Any]()
+        for rank, process in enumerate(group.processes[: max(old.size, new.size)]):
+            done, states = process.resize.options(num_returns=2).remote(role.name, new, rank >= old.size)
+            self.tasks.add(done, Task(what, group, rank, alone=role.name in self._streams))
+            given.append(states)
+        if hands_over(role):
+            self._each(role.name, what, lambda process: process.take_over.remote(role.name, given), range(new.size))
+
+    def num_workers(self, name: str) -> int:
+        """In how many processes a role works, or how many of its own its worker has."""
+        role = self.roles[name]
+        if not has_own_workers(role):
+            return self.mesh(role).size
+        workers: int = self.control(role, "num_workers", cast(Any, role.worker).num_workers, ())
+        return workers
+
+    def num_threads(self, pool: str) -> int:
+        """Of torch in each process of a pool."""
+        return self._threads.get(pool) or self.threads or self._shares[pool][0].threads
+
+    @property
+    def num_slots(self) -> int:
+        """CPU slots of all machines, whoever has them: one a core, or one a worker where these are more."""
+        slots = int(ray.cluster_resources()["CPU"])
+        return slots if self.address is not None else max(slots, os.cpu_count() or 1)
+
+    def rethread(self, pool: str, threads: int, /) -> None:
+        """From the next call on, torch has so many ``threads`` in each process of the pool."""
+        self._threads[pool], group = threads, self.groups[pool]
+        for rank, process in enumerate(group.processes):
+            self.tasks.add(process.rethread.remote(threads), Task(f"{pool}: rethread", group, rank))
 
     # Verbs.
 
@@ -238,7 +325,7 @@ class RayRuntime(KeepsState):
         where, group, alone = f"{role.name}.{name}", self._group(role.name), only is not None
         mesh = Mesh() if alone else self.mesh(role)
         check_reads(where, reads, batch)
-        call = replace(self._describe(role.name, name, batch.select(reads), arguments, writes), alone=alone)
+        call = self._describe(role.name, name, batch.select(reads), arguments, writes, mesh)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
         if role.name in self._streams:
             self._begin(verb, where, group, only, shipped)
@@ -276,7 +363,9 @@ class RayRuntime(KeepsState):
             self._methods[key] = group.processes[rank].call.options(num_returns=num_returns)
         return self._methods[key]
 
-    def _describe(self, role: str, verb: str, batch: Batch, arguments: tuple[Any, ...], writes: Sequence[str]) -> Call:
+    def _describe(
+        self, role: str, verb: str, batch: Batch, arguments: tuple[Any, ...], writes: Sequence[str], mesh: Mesh
+    ) -> Call:
         """The call as data: references to what it reads, and where in it the rows stand."""
         outputs: dict[int, OutputRefs] = {}
         read: dict[int, list[str]] = {}
@@ -292,7 +381,7 @@ class RayRuntime(KeepsState):
                 parts.append((list(outputs).index(id(refs)), there))
             columns[name] = tuple(parts), lazy.places
         only = [refs.only(read[key]) for key, refs in outputs.items()]
-        return Call(role, verb, arguments, tuple(writes), only, columns, batch.known_rows)
+        return Call(role, verb, arguments, tuple(writes), only, columns, batch.known_rows, mesh)
 
     def _references(self, source: Source, name: str) -> OutputRefs:
         """Where the values of a source are; a column of the driver is stored once a step."""
@@ -436,7 +525,7 @@ class RayRuntime(KeepsState):
         asked = [
             self._group(role.name).processes[rank].control.remote(role.name, "close", False)
             for role in closing
-            for rank in range(self.mesh(role).size)
+            for rank in range(self.widest(role).size)
         ]
         if asked:
             with contextlib.suppress(ray.exceptions.RayError):

@@ -39,6 +39,7 @@ __all__ = [
     "Drained",
     "Estimator",
     "Fn",
+    "HandsOver",
     "Loss",
     "MemoryPart",
     "Offloadable",
@@ -447,6 +448,20 @@ class Streaming(Protocol):
     """A worker with a verb that ``begins`` early. ``abandon``: of what has begun nothing will be asked for."""
 
     def abandon(self) -> None: ...
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """A worker with state of its own for some rows, such as environments, which goes with them when another number of
+    workers shares them out.
+
+    ``hand_over``: be a rank of ``mesh`` in its context from now on, or none; the states of those rows that others have
+    then, which are forgotten. ``take_over``: go on with those of ``states`` that are this rank's.
+    """
+
+    def hand_over(self, mesh: Mesh, /) -> Sequence[Any]: ...
+    def take_over(self, states: Sequence[Any], /) -> None: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
 
 
 class Saving(Protocol):

@@ -142,6 +142,14 @@ class SlotProcesses:
         states = [self._answer(child) for child in range(len(self._pipes))]
         return {slot: state for part in states for slot, state in part.items()}
 
+    def release(self, ids: Sequence[int]) -> None:
+        """See ``Slots.release``."""
+        count = len(self._pipes)
+        for child in range(count):
+            self._send(child, ("release", [slot for slot in ids if slot % count == child]))
+        for child in range(count):
+            self._answer(child)
+
     def close(self) -> None:
         """Close the environments and end the children."""
         for pipe in self._pipes:
@@ -228,3 +236,6 @@ class _Child:
 
     def state_dicts(self) -> dict[int, dict[str, Any]]:
         return self.slots.state_dicts()
+
+    def release(self, ids: list[int]) -> None:
+        self.slots.release(ids)

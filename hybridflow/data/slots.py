@@ -99,8 +99,12 @@ class Slots:
         """The state of every slot that was ever open, by its number."""
         return {index: slot.state_dict() for index, slot in self._slots.items()}
 
+    def release(self, ids: Sequence[int]) -> None:
+        """Close the environments of these slots, as far as they were ever open; ``open`` comes next."""
+        for index in ids:
+            if index in self._slots:
+                self._slots.pop(index).close()
+
     def close(self) -> None:
         """Close the environments."""
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
+        self.release(list(self._slots))

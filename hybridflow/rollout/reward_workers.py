@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import selectors
 import signal
 import subprocess
@@ -39,6 +40,7 @@ class RewardWorkers:
 
     The processes don't inherit environment variables that are called like secrets, but for those in ``given``. All of them
     together get the machine's memory, in equal shares, and a file that they write has a limit (``MAX_FILE_BYTES``).
+    ``resize`` changes their number between two batches.
 
     Functions are loaded in the processes: their imports and global state live there, and what they print goes to standard
     error. Calls are dealt to whichever process is free, so a function must not depend on the calls before.
@@ -58,7 +60,7 @@ class RewardWorkers:
         self._surroundings = _Surroundings(
             Path.cwd(),
             {name: value for name, value in os.environ.items() if name in given or not _SECRET.search(name)},
-            psutil.virtual_memory().total // number,
+            _share(number),
         )
         self._selector = selectors.DefaultSelector()
         self._processes = [self._start() for _ in range(number)]
@@ -74,6 +76,10 @@ class RewardWorkers:
         """The parameters that each function must get."""
         return dict(zip(self.functions, (signature.required for signature in self._signatures), strict=True))
 
+    @property
+    def num_workers(self) -> int:
+        return len(self._processes)
+
     def score(self, rows: Sequence[dict[str, Any]], failures: Failures) -> dict[str, list[Outcome]]:
         """For each function, its outcomes on all rows, in order. RewardError as soon as too many rows have failed."""
         calls = [(i, signature.pick(row)) for row in rows for i, signature in enumerate(self._signatures)]
@@ -81,6 +87,17 @@ class RewardWorkers:
         self._run(work, failures)
         numbers = {name: range(i, len(calls), len(self.functions)) for i, name in enumerate(self.functions)}
         return {name: [work.outcomes[number] for number in own] for name, own in numbers.items()}
+
+    def resize(self, workers: int) -> None:
+        """Let so many processes work from the next ``score`` on. New ones load their functions while others score."""
+        self._surroundings = self._surroundings._replace(max_bytes=_share(workers))
+        for process in self._processes[workers:]:
+            self._selector.unregister(process.reports)
+            process.end()
+        del self._processes[workers:]
+        for process in self._processes:
+            process.limit(self._surroundings.max_bytes)
+        self._processes += [self._start() for _ in range(workers - len(self._processes))]
 
     def close(self) -> None:
         """End the processes."""
@@ -133,6 +150,11 @@ class RewardWorkers:
             work.waiting.extendleft(reversed(process.running))
             process.running.clear()
         self._replace(process)
+
+
+def _share(workers: int) -> int:
+    """Bytes of memory that each of so many processes may take."""
+    return int(psutil.virtual_memory().total) // workers
 
 
 _Call = tuple[int, dict[str, Any]]  # (index of the function, its keyword arguments)
@@ -234,6 +256,13 @@ class _Process:
         if lines:
             self.deadline = time.monotonic() + self._timeout_s
         return came
+
+    def limit(self, max_bytes: int) -> None:
+        """Let the process have no more memory than that, whatever it was given at its start; on Linux alone."""
+        if sys.platform == "linux":
+            with contextlib.suppress(ProcessLookupError):  # it died: who sends it work notices
+                most = min(max_bytes, *(n for n in resource.prlimit(self._popen.pid, resource.RLIMIT_DATA) if n >= 0))
+                resource.prlimit(self._popen.pid, resource.RLIMIT_DATA, (most, most))
 
     def death(self) -> str:
         """How the process ended."""

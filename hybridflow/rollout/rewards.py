@@ -170,6 +170,16 @@ class RewardPool:
         columns = [outcomes[spec.function] for spec in self.specs]
         return [self._result([column[i] for column in columns]) for i in range(len(rows))]
 
+    @property
+    def num_workers(self) -> int:
+        """Processes that call the functions; 0 if all are services."""
+        return self._workers.num_workers if self._workers else 0
+
+    def resize(self, workers: int) -> None:
+        """Let so many processes call the functions from now on; services have their own."""
+        if self._workers:
+            self._workers.resize(workers)
+
     def close(self) -> None:
         """End the processes."""
         for service in self._services.values():

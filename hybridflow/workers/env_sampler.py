@@ -24,6 +24,7 @@ from hybridflow.controller.protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP
 from hybridflow.core.batch import Array, Batch
 from hybridflow.core.config import Config
 from hybridflow.core.errors import ContractError, DataError, NonFiniteError
+from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.core.seeding import uniforms
 from hybridflow.data.envs import EVALUATION, EnvironmentConfig, spaces_of
@@ -284,16 +285,32 @@ class EnvSampler:
 
     def _is_mine(self, index: int) -> bool:
         """Whether this rank is dealt the slot when a rollout names all of them; rank 0 keeps those that it doesn't name."""
-        if index >= self.config.num_envs:
-            return self.context.rank == 0
-        dealt = THREE_D_ALL_MICRO_DP.distribute(np.ones(self.config.num_envs, np.int64), self.context.mesh)
-        return index in dealt[self.context.rank]
+        mesh, rank = self.context.mesh, self.context.rank
+        if index >= self.config.num_envs or rank >= mesh.size:
+            return rank == 0
+        return index in THREE_D_ALL_MICRO_DP.distribute(np.ones(self.config.num_envs, np.int64), mesh)[rank]
 
     @control
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Continue where the slots stood, given those of all ranks, of however many: see ``_slot``."""
+        """Continue where the slots stood, given those of all ranks, of however many: see ``state_dict``."""
         self.close()
-        self._saved = {saved["slot"]: {name: saved[name] for name in ("num_pieces", "state", "memory")} for saved in state}
+        self._saved = _by_slot(state)
+
+    def hand_over(self, mesh: Mesh, /) -> list[dict[str, Any]]:
+        """See ``HandsOver``: of the slots that another rank is dealt from now on."""
+        held = {state["slot"]: state for state in self.state_dict()}
+        self.context.mesh = mesh
+        gone = [index for index in held if not self._is_mine(index)]
+        for index in gone:
+            self._num_pieces.pop(index, None)
+            self._memory.pop(index, None)
+        self._saved = {index: state for index, state in self._saved.items() if index in held and index not in gone}
+        self.slots.release(gone)
+        return [held[index] for index in gone]
+
+    def take_over(self, states: Sequence[Mapping[str, Any]], /) -> None:
+        """See ``HandsOver``: running episodes are played again up to where they stood."""
+        self._saved |= _by_slot([state for state in states if self._is_mine(state["slot"])])
 
     @control
     def close(self) -> None:
@@ -302,6 +319,10 @@ class EnvSampler:
         self._num_pieces.clear()
         self._memory.clear()
         self._saved.clear()
+
+
+def _by_slot(states: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    return {saved["slot"]: {name: saved[name] for name in ("num_pieces", "state", "memory")} for saved in states}
 
 
 def _like(array: Array, tensor: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,16 @@ class RewardScorer:
         self.pool.check(fields)
 
     @control
+    def num_workers(self) -> int:
+        """Processes that call the functions; 0 where services score."""
+        return self.pool.num_workers
+
+    @control
+    def resize(self, workers: int) -> None:
+        """Let so many processes call the functions from the next ``score`` on."""
+        self.pool.resize(workers)
+
+    @control
     def close(self) -> None:
         self.pool.close()
 

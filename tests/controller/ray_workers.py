@@ -22,7 +22,7 @@ from hybridflow.controller.protocols import (
 )
 from hybridflow.core.batch import Batch, Ragged, objects
 from hybridflow.core.errors import ConfigError, RewardError
-from hybridflow.core.placement import TransferProtocol
+from hybridflow.core.placement import Mesh, TransferProtocol
 from hybridflow.core.roles import Role, WorkerContext, control, remote
 
 MARKS = {p.name: p for p in (ONE_TO_ALL, DP, THREE_D, THREE_D_ALL_MICRO_DP, VIEW)}
@@ -183,6 +183,23 @@ class Maker:
         return Batch({"scores": np.full(len(batch), scale, np.float32), "slot": np.full(len(batch), loads)})
 
 
+class Drawer:
+    """A sampler without state: which weights it reads, and which process it is."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.source: Any = None
+
+    @control
+    def attach(self, source: Any) -> None:
+        self.source = source
+
+    @remote(DP, reads=("sample_id",), writes=("scores", "slot"))
+    def rollout(self, batch: Batch, /) -> Batch:
+        rank = np.full(len(batch), self.context.rank)
+        return Batch({"scores": np.full(len(batch), self.source.scale, np.float32), "slot": rank})
+
+
 class Copy:
     """What a sampler reads of a ``Maker`` elsewhere."""
 
@@ -194,6 +211,52 @@ class Copy:
         assert last == (bucket == 1), "buckets come in their order"
         if last:
             self.scale, self.version, self.loads = scale, version, self.loads + 1
+
+
+class Counter:
+    """Counts how often each row came, which goes with the row."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context, self.counts = context, dict[int, int]()
+
+    @remote(DP, reads=("sample_id",), writes=("slot", "scores"))
+    def count(self, batch: Batch, seconds: float = 0.0, /) -> Batch:
+        """``slot``: how often; ``scores``: the rank. Takes ``seconds`` a row."""
+        time.sleep(seconds * len(batch))
+        for row in batch["sample_id"].tolist():
+            self.counts[row] = self.counts.get(row, 0) + 1
+        counts = np.array([self.counts[row] for row in batch["sample_id"].tolist()], np.int64)
+        return Batch({"slot": counts, "scores": np.full(len(batch), self.context.rank, np.float32)}, len(batch))
+
+    @control(ONE_TO_ALL)
+    def state_dict(self) -> list[tuple[int, int]]:
+        return sorted(self.counts.items())
+
+    @control
+    def load_state_dict(self, state: Sequence[tuple[int, int]]) -> None:
+        self.counts = {row: count for row, count in state if self._is_mine(row)}
+
+    def hand_over(self, mesh: Mesh, /) -> list[tuple[int, int]]:
+        self.context.mesh = mesh
+        given = [(row, count) for row, count in self.counts.items() if not self._is_mine(row)]
+        self.counts = {row: count for row, count in self.counts.items() if self._is_mine(row)}
+        return given
+
+    def take_over(self, states: Sequence[tuple[int, int]], /) -> None:
+        self.counts |= {row: count for row, count in states if self._is_mine(row)}
+
+    def _is_mine(self, row: int) -> bool:
+        """Of six rows."""
+        rank = self.context.rank
+        return rank < self.context.mesh.size and row in DP.distribute(np.ones(6, np.int64), self.context.mesh)[rank]
+
+    @control(ALL_TO_ALL)
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    @control(ALL_TO_ALL)
+    def threads(self) -> list[int]:
+        return [torch.get_num_threads()]
 
 
 class Sleeper:

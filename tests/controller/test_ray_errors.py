@@ -157,10 +157,10 @@ def test_a_worker_that_never_gets_ready_is_named() -> None:
 )
 def test_workers_are_held_to_what_they_declare(verb: str, writes: tuple[str, ...], message: str) -> None:
     process = Process(Setup("p", 0, 1, threads=1, share=Share(0, 1), folder=os.getcwd(), timeout_s=5, loopback=False))
-    process.add(role("p0", Troubled), Mesh())
+    process.add(role("p0", Troubled), Mesh(), Mesh())
     refs = OutputRefs("driver", [describe(IDS, np.arange(4), 4, "", ("", 0))], {"sample_id": [IDS["sample_id"]]})
     places = Places(np.zeros(4, np.int32), np.arange(4))
-    call = Call("p0", verb, (), writes, [refs], {"sample_id": (((0, "sample_id"),), places)}, 4)
+    call = Call("p0", verb, (), writes, [refs], {"sample_id": (((0, "sample_id"),), places)}, 4, Mesh())
     with pytest.raises((ContractError, WorkerError), match=message):
         process.call(call)
 

@@ -26,7 +26,7 @@ VERBS = {"ONE_TO_ALL": "one_to_all", "DP": "dp", "THREE_D": "three_d", "THREE_D_
 class Laid(RayRuntime):
     """Roles are laid out as ``MESHES`` says."""
 
-    def mesh(self, role: Role[Any]) -> Mesh:
+    def widest(self, role: Role[Any]) -> Mesh:
         return MESHES[role.name]
 
 

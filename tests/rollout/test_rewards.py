@@ -3,6 +3,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridflow.core.config import parse
@@ -51,6 +52,9 @@ def flaky(response, flag):
     open(flag, "w").close()
     raise RuntimeError("the first time")
 def positional(response, /): return 1.0
+def pid(seconds):
+    time.sleep(seconds)
+    return os.getpid()
 not_a_function = 3
 """
 
@@ -162,6 +166,30 @@ def test_what_a_hanging_function_started_is_killed_too(rewards):
 
 def _running(command: str) -> bool:
     return command in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def pids(results):
+    return {int(result.score) for result in results}
+
+
+def test_processes_are_added_and_removed_between_two_batches(rewards):
+    rows = [{"seconds": 0.05}] * 12
+    with RewardPool([RewardSpec(f"{rewards}:pid")], workers=2) as pool:
+
+        def score():
+            return pids(pool.score([""] * len(rows), [""] * len(rows), rows))
+
+        two = score()
+        pool.resize(1)
+        (one,) = score()
+        assert one in two and not any(psutil.pid_exists(other) for other in two - {one})
+        pool.resize(3)
+        three = score()
+        assert one in three and len(three) == 3 and not three & (two - {one})
+        share = psutil.virtual_memory().total // 3
+        assert {psutil.Process(pid).rlimit(psutil.RLIMIT_DATA) for pid in three} == {(share, share)}
+        assert len(score()) == 3
+    assert not any(psutil.pid_exists(pid) for pid in three)
 
 
 def test_a_process_that_dies_is_replaced(rewards):

@@ -289,12 +289,25 @@ class Group:
 
     def rollout(self, source):
         dealt = THREE_D_ALL_MICRO_DP.distribute(source.lengths, self.mesh)
-        parts = [worker.rollout(source.rows(rows)) for worker, rows in zip(self.workers, dealt, strict=True)]
+        workers = self.workers[: self.mesh.size]
+        parts = [worker.rollout(source.rows(rows)) for worker, rows in zip(workers, dealt, strict=True)]
         return Batch.concat(parts)
+
+    def resize(self, ranks):
+        """As the Ray runtime does, with the first of so many workers as there may be."""
+        old, self.mesh = self.mesh, Mesh(dp=ranks)
+        for worker in self.workers[old.size : ranks]:
+            worker.load_state_dict(())
+        given = [state for worker in self.workers[: max(old.size, ranks)] for state in worker.hand_over(self.mesh)]
+        for worker in self.workers[:ranks]:
+            worker.take_over(pickle.loads(pickle.dumps(given)))
+        return sorted(state["slot"] for state in given)
 
     def state_dict(self):
         assert control_protocol(EnvSampler.state_dict) is ONE_TO_ALL
-        return pickle.loads(pickle.dumps([slot for worker in self.workers for slot in worker.state_dict()]))
+        return pickle.loads(
+            pickle.dumps([slot for worker in self.workers[: self.mesh.size] for slot in worker.state_dict()])
+        )
 
 
 def saved_slots(state):
@@ -316,6 +329,47 @@ def test_slots_go_on_at_any_number_of_ranks(ranks):
         assert_same(expected, resumed.rollout(source), close=("log_probs",))
         assert_same(expected, again.rollout(source), close=("log_probs",))
         assert saved_slots(again.state_dict()) == saved_slots(resumed.state_dict()) == [0, 1, 2, 3]
+
+
+def test_slots_that_move_to_other_ranks_take_their_episodes_along():
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=6, steps_per_rollout=17)
+    source, straight = rollout_source(config), Group(config, 1)
+    elastic = Group(config, 4)
+    late, most = [3, 4, 5], [1, 2, 3, 4, 5]
+    for ranks, moved in ((1, most), (1, []), (2, late), (3, [2, 4, 5]), (2, [2, 4, 5]), (2, []), (4, most), (4, [])):
+        assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
+        assert elastic.resize(ranks) == moved
+        assert saved_slots(elastic.state_dict()) == [0, 1, 2, 3, 4, 5], "each has one owner"
+
+
+def test_slots_leave_and_enter_child_processes():
+    config = EnvironmentConfig(id="CartPole-v1", num_envs=3, steps_per_rollout=17)
+    source, straight = rollout_source(config), Group(config, 1)
+    elastic = Group(config, 2)
+    children = elastic.workers[0] = sampler_for(config.model_copy(update={"processes": 1}), ranks=2)
+    try:
+        for ranks, moved in ((1, [1, 2]), (2, [1, 2]), (1, [1, 2]), (1, [])):
+            assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
+            assert elastic.resize(ranks) == moved
+            assert saved_slots(elastic.state_dict()) == [0, 1, 2]
+    finally:
+        children.close()
+
+
+def test_slots_move_before_they_have_begun_and_what_was_loaded_for_others_is_not_taken_for_theirs():
+    config = line(num_envs=4, steps=5)
+    source, straight = rollout_source(config), Group(config, 1)
+    straight.rollout(source)
+    elastic = Group(config, 3, straight.state_dict())  # all ranks know all slots as they were now
+    elastic.resize(2)  # none of them is open
+    for ranks in (2, 1, 3, 1):
+        assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
+        elastic.resize(ranks)
+    assert saved_slots(elastic.state_dict()) == [0, 1, 2, 3]
+    elastic.workers[2].load_state_dict(Group(config, 1).state_dict())
+    elastic.workers[2]._saved[3] = {"num_pieces": np.array([99]), "state": {}, "memory": np.zeros((1, 0))}
+    elastic.resize(3)  # who joins has nothing of former days
+    assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
 
 
 def test_slots_that_no_rollout_names_any_more_are_kept_by_one_rank():

@@ -1,0 +1,147 @@
+"""Roles that work in more or fewer processes of their pool than before, between two calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ray_workers import Copy, Counter, Drawer, Maker, role
+
+from hybridflow.controller.actor import LinkedActor
+from hybridflow.controller.elastic import obstacle
+from hybridflow.controller.ray_runtime import RayRuntime
+from hybridflow.controller.recovery import RecoveryConfig
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import ContractError, LostWorkersError
+from hybridflow.core.placement import Mesh, Placement, ResourcePool
+from hybridflow.core.roles import Role
+
+ROWS = Batch({"sample_id": np.arange(6)})
+
+
+class Started(NamedTuple):
+    runtime: RayRuntime
+    counter: Any
+    actor: LinkedActor
+
+
+@pytest.fixture(scope="module")
+def started(ray_cluster: None) -> Iterator[Started]:
+    """A counter and a drawer on three processes, the drawer's learner on one."""
+    pools = ResourcePool("three", (3,)), ResourcePool("one", (1,))
+    homes = {"counter": "three", "drawer": "three", "learner": "one"}
+    given = {"address": None, "threads": 1, "timeout_s": 60, "gpus": False}
+    runtime = RayRuntime(Placement(pools, homes, "one"), recovery=RecoveryConfig(deadline_s=3.0), **given)  # type: ignore[arg-type]
+    counter = runtime.role(role("counter", Counter))
+    actor = LinkedActor(runtime, Role("learner", Maker, replica=Copy), role("drawer", Drawer))
+    runtime.ready()
+    yield Started(runtime, counter, actor)
+    runtime.stop()
+
+
+def ranks(out: Batch) -> set[int]:
+    return {int(rank) for rank in out["scores"]}
+
+
+def test_rows_go_to_the_first_processes_from_the_next_call_on_and_their_state_with_them(started: Started) -> None:
+    runtime, counter = started.runtime, started.counter
+    for number, workers in enumerate((3, 1, 2, 3, 2, 2, 1, 3), start=1):
+        runtime.resize("counter", workers)
+        out = counter.count(ROWS)
+        assert ranks(out) == set(range(workers))
+        assert out["slot"].tolist() == [number] * 6, "each row has been counted every time, wherever"
+        assert len(counter.state_dict()) == 6
+    runtime.drain()
+    assert len(counter.pids()) == 3
+
+
+def test_nobody_waits_while_state_moves_and_what_is_asked_meanwhile_sees_it(started: Started) -> None:
+    runtime, counter = started.runtime, started.counter
+    runtime.resize("counter", 3)
+    before = counter.count(ROWS)["slot"].tolist()
+    start = time.monotonic()
+    counter.count(ROWS, 0.3)  # two rows each
+    runtime.resize("counter", 1)
+    last = counter.count(ROWS)
+    runtime.resize("counter", 2)
+    assert time.monotonic() - start < 0.5, "the driver goes on"
+    assert (last["slot"] - before).tolist() == [2] * 6
+    assert (counter.count(ROWS)["slot"] - before).tolist() == [3] * 6
+    runtime.drain()
+
+
+def test_a_sampler_that_joins_has_the_newest_weights_before_its_first_call(started: Started) -> None:
+    runtime, actor = started.runtime, started.actor
+    runtime.resize("drawer", 1)
+    assert set(actor.rollout(ROWS)["slot"]) == {0}
+    for count in (5, 7):
+        actor.update(actor.learner.make(Batch({"sample_id": np.arange(count)})), None)
+        runtime.resize("drawer", 1)
+        assert set(actor.rollout(ROWS)["scores"]) == {sum(range(count)) / 2}
+        runtime.resize("drawer", 3)
+        out = actor.rollout(ROWS)  # the actor has published, so it doesn't do so again
+        assert set(out["slot"]) == {0, 1, 2}
+        assert set(out["scores"]) == {sum(range(count)) / 2}
+    runtime.drain()
+
+
+def test_what_cannot_be_done_is_told_before_anything_changes(started: Started) -> None:
+    runtime = started.runtime
+    with pytest.raises(ContractError, match=r"role 'counter' can't have 4 workers: expected 1 to 3, as in its pool"):
+        runtime.resize("counter", 4)
+    with pytest.raises(ContractError, match=r"expected 1 to 3"):
+        runtime.resize("counter", 0)
+    with pytest.raises(ContractError, match=r"role 'learner' can't .*: its workers share out what they learn or keep"):
+        runtime.resize("learner", 1)
+    assert obstacle(role("drawer", Drawer), Mesh(dp=2, tp=2)) == "its model is cut (dp 2 x tp 2)"
+
+    class Forgetful(Drawer):
+        state_dict = Counter.state_dict
+
+    assert obstacle(role("forgetful", Forgetful), Mesh(dp=2)) == "its state has no hand_over and take_over"
+
+
+def test_threads_of_running_processes_change(started: Started) -> None:
+    runtime, counter = started.runtime, started.counter
+    runtime.resize("counter", 3)
+    assert counter.threads() == [1, 1, 1]
+    runtime.rethread("three", 2)
+    assert counter.threads() == [2, 2, 2]
+    runtime.rethread("three", 1)
+    assert counter.threads() == [1, 1, 1]
+    runtime.drain()
+
+
+def test_a_worker_that_dies_while_state_moves_loses_nothing(started: Started) -> None:
+    """What the last snapshot has is loaded into as many workers as there are meant to be now."""
+    runtime, counter = started.runtime, started.counter
+    runtime.resize("counter", 3)
+    counter.count(ROWS)
+    runtime.rethread("three", 2)
+    state = runtime.save(Path())
+    expected = dict(state["counter"])
+    before = dict(runtime.pids)
+    counter.count(ROWS, 0.2)
+    runtime.resize("counter", 2)
+    os.kill(before["three", 2], signal.SIGKILL)
+    with pytest.raises(LostWorkersError) as lost:
+        counter.count(ROWS)
+        runtime.drain()
+    assert lost.value.pools == ("three",)
+    runtime.mend(lost.value.pools)
+    runtime.load(Path(), state, {})
+    assert dict(counter.state_dict()) == expected and len(expected) == 6
+    out = counter.count(ROWS)
+    assert ranks(out) == {0, 1}
+    assert out["slot"].tolist() == [expected[row] + 1 for row in range(6)]
+    assert counter.threads() == [2, 2]
+    runtime.rethread("three", 1)
+    runtime.resize("counter", 3)
+    assert counter.count(ROWS)["slot"].tolist() == [expected[row] + 2 for row in range(6)]
+    runtime.drain()
