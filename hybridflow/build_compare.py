@@ -26,7 +26,7 @@ from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.telemetry.timeline import read_timeline
 
-__all__ = ["Measured", "Predicted", "measured", "observed", "predicted", "run_cluster"]
+__all__ = ["Measured", "Predicted", "calls_by_step", "measured", "observed", "predicted", "run_cluster"]
 
 WAIT = "queue"
 WEIGHTS = ".weights"
@@ -62,7 +62,7 @@ def measured(path: Path) -> Measured:
     if len(records) < STEPS:
         raise ConfigError([f"{path}: {len(records)} steps after the first; expected {STEPS} or more, to compare with"])
     numbers = [int(record["step"]) for record in records]
-    calls = _calls(read_timeline(directory.timeline), set(numbers))
+    calls = calls_by_step(read_timeline(directory.timeline), set(numbers))
     return Measured(
         load_config(directory.config, []),
         len(records),
@@ -80,7 +80,7 @@ def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return float(statistics.median(values)) if values else None
 
 
-def _calls(events: Sequence[Mapping[str, Any]], steps: set[int]) -> dict[str, dict[int, float]]:
+def calls_by_step(events: Sequence[Mapping[str, Any]], steps: set[int]) -> dict[str, dict[int, float]]:
     """Seconds by name and step, of the worker that took longest. Weights are published bucket by bucket, which learners
     hand out while samplers take the ones before: from the first to the last."""
     totals: dict[tuple[str, int], dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))

@@ -88,12 +88,14 @@ def samples(batch: Batch, count: int = SAMPLES_PER_STEP) -> list[dict[str, Any]]
     shown = batch.rows(range(min(count, len(batch))))
     scored = ~shown["score_failed"] if "scores" in shown else np.zeros(len(shown), bool)
     versions = [int(version.max(initial=0)) for version in shown.ragged("policy_version")]
+    lengths = [int(mask.sum()) for mask in shown.ragged("response_mask")]
     return [
         {
             "sample_id": int(shown["sample_id"][i]),
             "group_id": shown["group_id"][i].item(),
             "prompt": shown["prompt_text"][i],
             "response": shown["response"][i],
+            "tokens": lengths[i],
             "score": float(shown["scores"][i]) if scored[i] else None,
             "policy_version": versions[i],
         }
