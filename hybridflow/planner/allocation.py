@@ -248,7 +248,7 @@ def _solved(one: Array, rows: Array, limits: Array, terms: Sequence[Array]) -> A
         integrality=binary,
         bounds=optimize.Bounds(0, np.where(binary, 1.0, 1.0 + SLACK)),
         constraints=constraints,
-        options={"mip_rel_gap": 0.0, "presolve": False},  # HiGHS 1.8's presolve ends with vector::reserve on some
+        options={"mip_rel_gap": 0.0, "presolve": False},  # HiGHS 1.12's presolve ends with vector::reserve on some
     )
     if found.x is None:
         raise RuntimeError(f"the solver found no allocation: {found.message}")

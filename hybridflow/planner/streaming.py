@@ -19,15 +19,23 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Engine", "Order", "Stream", "stream"]
+from hybridflow.core.errors import ConfigError
+from hybridflow.planner.cluster import Machine
+from hybridflow.planner.cost import CostModel
+from hybridflow.planner.graph import Task
+from hybridflow.planner.mapping import Strategy
+
+__all__ = ["Engine", "Order", "Stream", "engine_of", "stream"]
 
 Array = NDArray[np.float64]
+BEGINS, ONCE = ("prefill", "launch"), ("copy", "call")
+"""parts of an estimate that are of rows that begin, and of a call"""
 
 
 class Engine(NamedTuple):
@@ -40,6 +48,23 @@ class Engine(NamedTuple):
 
     def token_s(self, rows: int) -> float:
         return self.step_s + rows * self.row_s
+
+
+def engine_of(costs: CostModel, task: Task, cut: Strategy, machine: Machine, slots: int) -> Engine:
+    """A replica of a sampler as the planner reckons: from ``task`` with one row and with full slots, all of the mean
+    length. ConfigError: so many rows don't fit its memory."""
+    tokens, found = max(1.0, task.response - 1), []
+    for rows in (1, slots):
+        alike = replace(task, name=f"{task.name} of {rows}", rows=rows, deviation=0.0, longest=0.0, slots=rows, times=1)
+        estimate = costs.seconds(alike, cut._replace(dp=1), machine, costs.usable_bytes(machine))
+        if estimate is None:
+            raise ConfigError([f"{task.name}: {rows} rows don't fit {cut.pp * cut.tp} x {machine.device.name}"])
+        begins = sum(estimate.parts.get(part, 0.0) for part in BEGINS)
+        once = sum(estimate.parts.get(part, 0.0) for part in ONCE)
+        found.append((rows, begins / rows, (estimate.seconds - begins - once) / tokens))
+    (_, _, one), (_, begin_s, full) = found
+    row_s = max(0.0, (full - one) / max(1, slots - 1))
+    return Engine(slots, max(0.0, full - slots * row_s), row_s, begin_s)
 
 
 class Order(NamedTuple):

@@ -1,0 +1,136 @@
+"""Steps in turns and with rollouts beside learning, simulated: on clusters that aren't there, and on a run's own record.
+
+    python benchmarks/streaming.py [--lengths RUN] [--json]
+    python benchmarks/streaming.py --run RUN [--json]
+
+Without ``--run``: GRPO with a model of 7B on 128 machines. 64 x 8 A100 and 32 x 8 H100 draw 3,072 x 8 responses a step, in
+replicas of two devices with 64 slots; 32 x 8 H100 learn. Seconds of a decode step, of a row in it, of learning and of publishing
+are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), or as ``--lengths RUN``
+recorded them, brought to that mean. With ``--run``: a run that took turns, on the lengths that it drew and the seconds that
+it needed; what is predicted for its own order stands beside what it took.
+
+``step``: seconds of a step; ``gain``: of the first row's; ``drawing`` and ``learning``: shares of the time in which replicas
+and learner work; ``staleness``: versions between weights that a response began with and the update that learned from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from hybridflow.build_stream import recorded, recorded_lengths, streamed
+from hybridflow.planner.cluster import PRESETS, Machine
+from hybridflow.planner.cost import CostModel, Efficiency
+from hybridflow.planner.graph import ModelRole, Task, TaskGraph
+from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.mapping import Strategy
+from hybridflow.planner.sizes import find_model
+from hybridflow.planner.streaming import Order, Stream, engine_of, stream
+from hybridflow.telemetry.graph_tables import aligned
+
+ORDERS = {
+    "in turns": Order(0, "even"),
+    "in turns, by outstanding work": Order(0),
+    "in turns, stealing": Order(0, "stealing"),
+    "one step ahead": Order(1, "even"),
+    "staleness 1": Order(1),
+    "staleness 1, partial": Order(1, partial=True),
+    "staleness 2, partial": Order(2, partial=True),
+    "staleness 4, partial": Order(4, partial=True),
+}
+STEPS, GROUPS, ROWS, SLOTS = 12, 3072, 8, 64
+MEAN, LONGEST = 1024.0, 8192.0
+DRAW, LEARN = Strategy(tp=2), 32
+
+
+@dataclass(frozen=True)
+class Row:
+    order: str
+    step_s: float
+    gain: float
+    drawing: float
+    learning: float
+    staleness: float
+
+
+def cluster(lengths: Lengths) -> Callable[[Order], Stream]:
+    model = find_model("llama-7b")
+    roles = (
+        ModelRole("actor", model, gradient_bytes=4.0, optimizer_bytes=8.0),
+        ModelRole("sampler", model, weights_of="actor"),
+    )
+    draw = Task("draw", "sampler", "generate", GROUPS * ROWS, 512.0, MEAN, deviation=MEAN, longest=LONGEST, group=ROWS)
+    learn = Task("learn", "actor", "train", GROUPS * ROWS, 512.0, MEAN, minibatches=4)
+    costs = CostModel(TaskGraph(roles, (draw, learn), ()), Efficiency())
+    a100, h100 = PRESETS["a100-80g"], PRESETS["h100"]
+    replicas = {64 * a100.devices // DRAW.devices: a100, 32 * h100.devices // DRAW.devices: h100}
+    engines = [
+        engine for number, machine in replicas.items() for engine in [engine_of(costs, draw, DRAW, machine, SLOTS)] * number
+    ]
+    learn_s = _fastest(costs, roles[0], learn, h100, LEARN * h100.devices)
+    publish_s = costs.publishing(roles[1], DRAW._replace(dp=256), a100).seconds
+    drawn = lengths.draw(np.random.default_rng(0), (STEPS, GROUPS, ROWS))
+    return lambda order: stream(drawn, engines, learn_s, order, publish_s)
+
+
+def _fastest(costs: CostModel, role: ModelRole, task: Task, machine: Machine, devices: int) -> float:
+    cuts = costs.strategies(role, machine, devices)
+    return min(one.seconds for cut in cuts if (one := costs.seconds(task, cut, machine)) is not None)
+
+
+def scaled(lengths: Lengths) -> Lengths:
+    """To the mean of the workload."""
+    factor = MEAN / lengths.mean
+    if lengths.recorded:
+        return Lengths.of(tuple(factor * length for length in lengths.recorded))
+    return replace(lengths, mean=MEAN, deviation=factor * lengths.deviation, longest=factor * lengths.longest)
+
+
+def rows_of(played: Callable[[Order], Stream]) -> Iterator[Row]:
+    first = 0.0
+    for name, order in ORDERS.items():
+        found = played(order)
+        first = first or found.step_s
+        late = float(found.staleness[len(found.staleness) // 2 :].mean())
+        yield Row(name, found.step_s, first / found.step_s, found.drawing, found.learning, late)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--run", type=Path, help="run directory of a run that took turns")
+    parser.add_argument("--lengths", type=Path, metavar="RUN", help="run directory whose lengths of responses are taken")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.run:
+        run = recorded(options.run)
+        rows, measured = [*rows_of(lambda order: streamed(run, order))], run.step_s
+    else:
+        lengths = scaled(recorded_lengths(options.lengths)) if options.lengths else Lengths(MEAN, MEAN, LONGEST)
+        rows, measured = [*rows_of(cluster(lengths))], None
+    if options.json:
+        print(json.dumps({"measured_s": measured, "rows": [asdict(row) for row in rows]}, indent=2))
+        return
+    header = ("order", "step", "gain", "drawing", "learning", "staleness")
+    table = [
+        (
+            row.order,
+            f"{row.step_s:.3g} s",
+            f"{row.gain:.2f}",
+            f"{row.drawing:.0%}",
+            f"{row.learning:.0%}",
+            f"{row.staleness:.1f}",
+        )
+        for row in rows
+    ]
+    print("\n".join(aligned([header, *table], header[1:])))
+    if measured is not None:
+        print(f"measured, in turns: {measured:.3g} s a step")
+
+
+if __name__ == "__main__":
+    main()
