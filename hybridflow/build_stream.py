@@ -46,9 +46,13 @@ class Recorded:
 
 
 def recorded(path: Path) -> Recorded:
-    """Of a run directory. ConfigError: it drew no responses, or has too few steps."""
+    """Of a run directory. ConfigError: its steps weren't taken in turns, it drew no responses, or has too few steps."""
     directory = RunDirectory.open(path)
     config = load_config(directory.config, [])
+    if config.schedule.ahead:
+        raise ConfigError(
+            [f'{path}: schedule.kind = {config.schedule.kind!r}; expected "sync", a run whose steps took turns']
+        )
     found = [one for one in read_records(directory.metrics) if one["step"] > 1 and LENGTHS <= one.keys()]
     if len(found) < FEWEST:
         raise ConfigError([f"{path}: {len(found)} steps after the first in which responses were drawn; expected {FEWEST}"])

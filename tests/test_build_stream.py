@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ ENGINE, LEARN_S, STEPS = Engine(16, 0.01, 0.002), 0.5, 30
 DRAWN = Lengths(50.0, 30.0, 200.0).draw(np.random.default_rng(1), (STEPS, 16)).round()
 
 
-def made(folder: Path) -> RunDirectory:
-    return RunDirectory.create(folder / "run", written(folder, REVERSE).read_text())
+def made(folder: Path, **keys: Any) -> RunDirectory:
+    return RunDirectory.create(folder / "run", written(folder, with_keys(REVERSE, **keys)).read_text())
 
 
 @pytest.fixture(scope="module")

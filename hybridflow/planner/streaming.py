@@ -8,8 +8,8 @@ publishes.
     dealing    "even"         as many groups to each replica, as they come
                "outstanding"  to the replica that needs least time for what it still has, by the mean length
                "stealing"     ... and a replica with nothing left to begin takes the last group that another hasn't begun
-    partial    whether new weights are put in place at a token boundary, in the middle of rows; else a replica begins no
-               rows until those that it draws are done, takes the weights, and goes on
+    partial    whether new weights are put in place at a token boundary, in the middle of rows, which then begin anew with
+               what they have; else a replica begins no rows until those that it draws are done, and takes them then
 
 With ``staleness`` 0 that is the synchronous schedule, with 1 and even dealing rollouts one step ahead.
 """
@@ -237,7 +237,9 @@ class _Play:
 
     def _take(self, replica: _Replica) -> None:
         """The weights that it waits for."""
-        replica.pause(self.publish_s)
+        again_s = len(replica.ends) * replica.engine.begin_s
+        replica.pause(self.publish_s + again_s)
+        replica.drawing_s += again_s
         replica.version, replica.new = replica.new or replica.version, None
 
     def _end_rows(self, replica: _Replica, now: float) -> None:
