@@ -17,7 +17,8 @@ from hybridflow.core.files import write_whole
 __all__ = ["append_record", "is_measured", "keep_until", "read_records", "to_json"]
 
 MACHINE = ("time/", "memory/", "workers/", "moved/", "driver/")
-PER_SECOND = "_per_s"
+SECONDS = "_s"
+"""ends what is in seconds, or per second"""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -55,7 +56,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def is_measured(name: str) -> bool:
     """Whether a metric is of the machine (time, memory, traffic), so that equal runs differ in it."""
-    return name.startswith(MACHINE) or name.endswith(PER_SECOND)
+    return name.startswith(MACHINE) or name.endswith(SECONDS)
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 from conftest import REVERSE, with_keys, written
-from test_runs import assert_equal, records, run, state
+from test_runs import ENVIRONMENTS, assert_equal, records, run, state
+from test_worker_groups import learned
 
 from hybridflow.commands.ledger import balance
 from hybridflow.config import validate
@@ -71,6 +72,37 @@ def test_kills_a_preemption_and_a_damaged_checkpoint_change_nothing(tmp_path: Pa
     accounts, expected = balance(cut / "ledger.sqlite"), balance(whole / "ledger.sqlite")
     assert accounts.problems == [] and accounts.counts == expected.counts
     assert accounts.counts["trained"] == 240 * 16 and accounts.attempts == 4 and accounts.redone > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_killed_driver_of_workers_with_a_replay_changes_nothing(
+    hybridflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers end with it, and those of the next one find room and the replay's rows."""
+    import ray
+
+    data = with_keys(ENVIRONMENTS["dqn-switches"], train__steps=60, replay__shards=2, checkpoint={"every": 10})
+    data = with_keys(data, runtime={"kind": "ray"}, placement={"pools": {"main": 2}})
+    address = ray.get_runtime_context().gcs_address
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # which a Ray that a program starts for itself has
+    cut, process = tmp_path / "run", started(written(tmp_path, with_keys(data, runtime__address=address)), "--restarts", 2)
+    for step in (3, 25):  # before the first checkpoint, and after one
+        wait_for_step(cut, step, process)
+        kill_training(process)
+        time.sleep(0.5)
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, out
+    assert out.count("the training was killed by SIGKILL: restart") == 2
+    assert "going on from step-00000020, the newest checkpoint that is whole" in out
+    whole = run(data, tmp_path / "whole")
+    assert_equal(state(whole), state(cut))
+    assert learned(whole) == learned(cut)
+    accounts, expected = balance(cut / "ledger.sqlite"), balance(whole / "ledger.sqlite")
+    assert (accounts.problems, accounts.counts, accounts.attempts) == ([], expected.counts, 3)
+    assert accounts.counts["rows drawn"] > 1000
+    told = hybridflow("ledger", cut)
+    assert told.code == 0 and "closed: every sample is accounted for once" in told.out
 
 
 def test_a_failure_before_the_first_step_of_a_resumed_run_leaves_its_checkpoints(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CARTPOLE, REVERSE, with_keys, written
+from test_recovery_runs import TWO, on_ray
 from test_runs import ENVIRONMENTS, run
 
 from hybridflow.commands import verify_resume
@@ -37,6 +38,23 @@ def test_environments_replays_several_agents_and_schedules(
     outcome = hybridflow("verify-resume", written(tmp_path, ENVIRONMENTS[name]), "--at", 3, "--steps", 8)
     assert outcome.code == 0 and "bit for bit" in outcome.out and "nothing was learned" not in outcome.out
     assert ("tensors of replay" in outcome.out) == (name == "dqn-switches")
+
+
+IN_PARTS = {"actor__mesh": {"pp": 2}, "actor__generation_mesh": {"tp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("name", ["replay", "layouts"])
+def test_worker_processes(name: str, hybridflow: Any, tmp_path: Path, in_this_process: None) -> None:
+    """A replay whose rows two of them share; a policy that changes its layout for rollouts, of which times are measured."""
+    replay = on_ray(with_keys(ENVIRONMENTS["dqn-switches"], replay__shards=2), TWO)
+    data = replay if name == "replay" else on_ray(REVERSE, TWO, **IN_PARTS)
+    outcome = hybridflow("verify-resume", written(tmp_path, data), "--at", 3, "--steps", 5)
+    assert outcome.code == 0, outcome.out
+    assert "bit for bit" in outcome.out
+    assert "nothing was learned" not in outcome.out
+    assert ("tensors of replay" in outcome.out) == (name == "replay")
 
 
 def test_what_is_not_exact_is_told(
