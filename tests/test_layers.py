@@ -90,3 +90,21 @@ def test_importing_hybridflow_is_light() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.split("\n")[0] == "[] True"
+
+
+COMPILER = ("torch._dynamo", "sympy", "torch.distributed.fsdp", "torch.distributed.tensor")
+
+
+@pytest.mark.parametrize("example", ["reverse", "cartpole"])
+def test_a_run_imports_no_compiler(example: str, tmp_path: Path) -> None:
+    """What torch would need for it takes as long to import as everything else, in every process of a run."""
+    path = ROOT.parent / "examples" / f"{example}.toml"
+    code = (
+        "import sys; from pathlib import Path;"
+        "from hybridflow.config import load_config; from hybridflow.launch import train;"
+        f"keys = ['--run_dir', {str(tmp_path / 'run')!r}, '--train.steps', '1', '--evaluation.limit', '1'];"
+        f"train(load_config(Path({str(path)!r}), keys));"
+        f"print([name for name in {COMPILER} if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.splitlines()[-1] == "[]"

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         fused = fused_rows(spec, tp.index, tp.size, pieces)
         self.shards = part_shards(spec, self.part)
         vocabulary, size = self.local.vocab_size, spec.hidden_size
-        self.register_module("embed", nn.Embedding(vocabulary, size) if "embed.weight" in self.shards else None)
+        self.register_module("embed", Embedding(vocabulary, size) if "embed.weight" in self.shards else None)
         self.layers = nn.ModuleList()
         for index in chain(*self.part.chunks(spec.num_layers)):
             self.layers.add_module(str(index), Layer(self.local, index, self.region, fused))
@@ -223,6 +223,14 @@ class Layer(nn.Module):
         x = x + self.out(attended)
         gate, up = self.gate_up(region.enter(self.mlp_norm(x), len(attended))).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Embedding(nn.Embedding):
+    """``nn.Embedding`` that isn't filled on "meta": torch would import its compiler for that."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Linear(nn.Linear):

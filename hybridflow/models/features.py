@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridflow.core.errors import DataError
+from hybridflow.models.layers import allocated
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -159,7 +160,7 @@ class Convolutions(Features):
         layers, inputs = list[nn.Module](), self.image[0]
         for outputs, kernel, stride in convolutions(height, width):
             # From meta, so that torch's global generator is left alone.
-            layer = nn.Conv2d(inputs, outputs, kernel, stride, device="meta").to_empty(device="cpu")
+            layer = allocated(nn.Conv2d(inputs, outputs, kernel, stride, device="meta"))
             nn.init.orthogonal_(layer.weight, math.sqrt(2), generator)
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
             layers, inputs = [*layers, layer], outputs

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,18 @@ from torch.autograd.function import once_differentiable
 
 from hybridflow.ops.linear import linear, product
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "allocated"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def allocated(module: Module) -> Module:
+    """A module that was made on "meta", with memory on the CPU that isn't set yet.
+
+    ``to_empty`` does the same, but imports sympy, for a third of a second in every process, to ask for strides.
+    """
+    found: Module = module._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu"))  # type: ignore[no-untyped-call]
+    return found
 
 
 def _layers(x: Tensor, relu: bool, parameters: Sequence[Tensor], inputs: list[Tensor] | None = None) -> Tensor:
@@ -81,9 +92,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         # From meta, so that torch's global generator is left alone.
-        self.layers = nn.ModuleList(
-            nn.Linear(i, o, device="meta").to_empty(device="cpu") for i, o in itertools.pairwise(sizes)
-        )
+        self.layers = nn.ModuleList(allocated(nn.Linear(i, o, device="meta")) for i, o in itertools.pairwise(sizes))
         self.activation = torch.tanh if activation == "tanh" else torch.relu
         for layer in self.layers:
             gain = head_gain if layer is self.layers[-1] else math.sqrt(2)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hybridflow.models.layers import MLP
+from hybridflow.models.layers import MLP, allocated
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -69,7 +69,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.width, self.size = width, width * (2 if kind == "lstm" else 1)
         # From meta, so that torch's global generator is left alone.
-        self.cells = (nn.LSTM if kind == "lstm" else nn.GRU)(inputs, width, device="meta").to_empty(device="cpu")
+        self.cells = allocated((nn.LSTM if kind == "lstm" else nn.GRU)(inputs, width, device="meta"))
         for name, parameter in self.cells.named_parameters():
             for gate, part in enumerate(torch.split(parameter.detach(), width)):
                 if part.dim() == 2:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridflow.core.batch import Batch
 from hybridflow.models.features import Moments
+from hybridflow.models.layers import allocated
 from hybridflow.models.nets import NetConfig, ObservationNet
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ValueNet(ObservationNet):
         self.returns = Moments(1, RETURNS_KEPT) if config.normalise_returns else None
         self.reading: nn.Linear | None = None
         if self.memory_size and config.kind != "attention":  # whose memory, past observations, is the same for all
-            reading = nn.Linear(policy_memory_size, self.memory_size, bias=False, device="meta").to_empty(device="cpu")
+            reading = allocated(nn.Linear(policy_memory_size, self.memory_size, bias=False, device="meta"))
             nn.init.orthogonal_(reading.weight, 1.0, generator)
             self.reading = reading
 

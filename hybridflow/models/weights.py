@@ -29,6 +29,7 @@ from hybridflow.core.errors import ContractError, ModelError, ResourceError
 from hybridflow.core.files import appearing, hidden_name, inside
 from hybridflow.core.tensor_file import Kind, kind_of, write_tensors
 from hybridflow.models.decoder import Decoder, Part, part_shards
+from hybridflow.models.layers import allocated
 from hybridflow.models.layout import decoder_pieces, decoder_shards
 from hybridflow.models.spec import DecoderSpec, Family, RopeScaling
 from hybridflow.parallel.mesh import Line
@@ -354,7 +355,7 @@ def decoder_sizes(spec: DecoderSpec, dtype: torch.dtype, part: Part | None = Non
 
 def empty_decoder(spec: DecoderSpec, dtype: torch.dtype, part: Part | None = None) -> Decoder:
     """A decoder, or a part of it, on the CPU whose weights aren't set yet."""
-    return decoder_sizes(spec, dtype, part).to_empty(device="cpu")
+    return allocated(decoder_sizes(spec, dtype, part))
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, part: Part | None = None) -> Decoder:

@@ -22,14 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from hybridflow.models.decoder import Decoder, sum_tied
 from hybridflow.parallel.mesh import Line
@@ -37,6 +34,9 @@ from hybridflow.parallel.shard import run_of, whole
 from hybridflow.parallel.tensor import gradient_norm, sum_shared
 from hybridflow.workers.optimizer import Optimizer, OptimizerConfig
 from hybridflow.workers.parts import Cut, Lines
+
+if TYPE_CHECKING:  # elsewhere where it is used: every process of every run would take half a second longer to start
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FsdpNetwork", "FsdpOptimizer", "fsdp_bytes", "gathered_bytes", "runs"]
 
@@ -78,6 +78,9 @@ class FsdpNetwork:
     """
 
     def __init__(self, network: nn.Module, lines: Lines) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         self.network, self.line = network, lines.shard
         decoder = cast(Decoder, network.decoder)
         self.dtype = decoder.gathered = decoder.anchor.dtype
@@ -89,7 +92,7 @@ class FsdpNetwork:
         self.modules: list[FSDPModule] = []
         for module in (*decoder.layers, network):  # one by one, so that there is never more than one layer of fp32 copies
             _to_masters(module)
-            self.modules.append(cast(FSDPModule, fully_shard(module, mesh=mesh, mp_policy=policy)))
+            self.modules.append(cast("FSDPModule", fully_shard(module, mesh=mesh, mp_policy=policy)))
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -100,6 +103,8 @@ class FsdpNetwork:
 
     def _run_sharded(self) -> None:
         """Make ``outputs`` a forward. Without gradients nothing comes after it, so the root is then dropped at once."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         register_fsdp_forward_method(self.network, "outputs")
         network: Any = self.network
         run = network.outputs
@@ -158,11 +163,15 @@ class FsdpNetwork:
 
 def local(x: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor, in place."""
+    from torch.distributed.tensor import DTensor
+
     return cast(DTensor, x.detach()).to_local() if isinstance(x, DTensor) else x
 
 
 def _to_masters(module: nn.Module) -> None:
     """fp32 weights, but for those that are sharded already or frozen."""
+    from torch.distributed.tensor import DTensor
+
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()
