@@ -3,18 +3,21 @@
     python benchmarks/recovery.py                 a table: fault, times from the fault on, steps done again
     python benchmarks/recovery.py --cost          the share of snapshots in the time of a run
 
-Every fault strikes ``--repeats`` times, in one run. The weights at the end are compared with those of a run without faults.
+Both print tables of docs/reliability.md. Every fault strikes ``--repeats`` times, in one run. The weights at the end are
+compared with those of a run without faults.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -62,32 +65,22 @@ def main() -> None:
 
 def faults(folder: Path, repeats: int) -> None:
     steps = 3 * repeats + 3
-    keys = [
-        *RAY,
-        *APART,
-        ROLES,
-        "--train.steps",
-        str(steps),
-        "--checkpoint.every",
-        str(steps),
-        "--train.prompts_per_step",
-        "4",
-    ]
-    expected = weights(run(folder / "clean", "reverse", keys))
+    keys = [*RAY, *APART, ROLES, "--train.steps", str(steps), "--train.prompts_per_step", "4", "--checkpoint.every"]
+    expected = weights(run(folder / "clean", "reverse", [*keys, str(steps)]))
     print(f"| fault, {repeats} times each | median s | worst s | seen within, worst s | steps done again | same weights |")
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|", flush=True)
     for number, (name, (what, who, signals)) in enumerate(KINDS.items()):
         struck_s: list[float] = []
         planned = [Fault(what, 3 * (i + 1), who, signals) for i in range(repeats)]
         with striking(*planned, when=struck_s):
-            path = run(folder / str(number), "reverse", keys)
+            path = run(folder / str(number), "reverse", [*keys, "1" if what == "actor.save" else str(steps)])
         events = [json.loads(line) for line in (path / "recoveries.jsonl").read_text().splitlines()]
         took = [event["unix_s"] - struck for event, struck in zip(events, struck_s, strict=True)]
         found, again = weights(path), sum(event["after"] - event["step"] for event in events)
         same = all(torch.equal(expected[key], found[key]) for key in expected)
         seen = max(event["seen_s"] for event in events)
         times = f"{statistics.median(took):.1f} | {max(took):.1f} | {seen:.1f}"
-        print(f"| {name} | {times} | {again} | {'yes' if same else 'NO'} |")
+        print(f"| {name} | {times} | {again} | {'yes' if same else 'NO'} |", flush=True)
 
 
 def costs(folder: Path, steps: int) -> None:
@@ -107,11 +100,12 @@ def costs(folder: Path, steps: int) -> None:
             path = run(folder / name, name, [*RAY, "--placement.pools", "{main = 2}", "--train.steps", str(steps)])
         records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         total = sum(record.get("time/step_s", 0.0) for record in records)
-        print(f"| examples/{name}.toml | {steps} | {total:.1f} | {spent:.2f} | {spent / total:.1%} |")
+        print(f"| `examples/{name}.toml` | {steps} | {total:.1f} | {spent:.2f} | {spent / total:.1%} |", flush=True)
 
 
 def run(path: Path, example: str, keys: list[str]) -> Path:
-    train(load_config(EXAMPLES / f"{example}.toml", ["--run_dir", str(path), *keys]))
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        assert train(load_config(EXAMPLES / f"{example}.toml", ["--run_dir", str(path), *keys])) == 0
     return path
 
 

@@ -4,7 +4,7 @@
     python benchmarks/soak.py ray 2000
 
 GRPO on reversing three digits, with checkpoints and evaluations. After every so many steps, of every process of the run:
-resident memory, open file handles, threads; and the Ray objects that the driver has. A line for each process compares the
+resident memory, open file handles, threads, and the Ray objects that it refers to. A line for each process compares the
 second half of the steps with the first, without its beginning.
 """
 
@@ -67,7 +67,7 @@ class Sampling(Watch):
             self.sample()
 
     def sample(self) -> None:
-        own = psutil.Process()
+        own, objects = psutil.Process(), ray_objects()
         for process in (own, *own.children(recursive=True)):
             try:
                 with process.oneshot():
@@ -76,17 +76,21 @@ class Sampling(Watch):
                     use.rss_mb.append(process.memory_info().rss / 1e6)
                     use.handles.append(process.num_fds())
                     use.threads.append(process.num_threads())
+                    use.objects += [objects[process.pid]] if process.pid in objects else []
             except psutil.NoSuchProcess:
                 continue
-        self.found[own.pid].objects.append(ray_objects())
 
 
-def ray_objects() -> int:
-    """How many objects the driver refers to, also in garbage that Python hasn't collected yet."""
+def ray_objects() -> dict[int, int]:
+    """How many objects each process on this machine refers to, also in garbage that Python hasn't collected yet."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        return 0
-    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+        return {}
+    from ray._private.internal_api import node_stats
+
+    (here,) = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
+    told = node_stats(here["NodeManagerAddress"], here["NodeManagerPort"], include_memory_info=False)
+    return {process.pid: process.num_object_refs_in_scope for process in told.core_workers_stats}
 
 
 def soak(kind: str, steps: int, every: int, folder: Path) -> list[Use]:
