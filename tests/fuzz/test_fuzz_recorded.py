@@ -35,7 +35,7 @@ REPLAYING = with_keys(ENVIRONMENTS["dqn-switches"], replay__warmup=8)
 def replaying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path]]:
     """A run with a replay buffer, and its checkpoint."""
     folder = tmp_path_factory.mktemp("replaying") / "run"
-    keys = {"train__steps": 1, "checkpoint__every": 1, "checkpoint__export": False}
+    keys = {"train__steps": 1, "checkpoint__every": 1}
     config = validate(with_keys(REPLAYING, run_dir=str(folder), **keys), "test")
     assert train(config) == 0
     run = build(config)
