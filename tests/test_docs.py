@@ -32,6 +32,7 @@ SHORT = {
     "chaos": ["--train.steps", "8", "--evaluation.limit", "2"],
     "reverse.toml": ["--train.steps", "3"],
     "split_reverse.toml": ["--train.steps", "3"],
+    "async_reverse.toml": ["--train.steps", "3"],
     "cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
     "dqn_cartpole.toml": ["--train.steps", "300", "--evaluation.limit", "2"],
     "a3c_cartpole.toml": ["--train.steps", "3", "--evaluation.limit", "2"],
@@ -222,6 +223,20 @@ def test_the_commands_of_the_page_on_the_hybrid_engine_run(
     named = set(re.findall(r"^\| `(sampler/\w+)` \|", page.read_text(), re.MULTILINE))
     assert named == {name for name in told if name.startswith("sampler/") and name != "sampler/tokens"}
     assert told["sampler/transition_received_bytes"] > 0
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow
+def test_the_command_of_the_page_on_schedules_runs(
+    hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    [train] = commands(ROOT / "docs" / "schedules.md")
+    trained = hybridflow(*shortened(train)[1:])
+    assert trained.code == 0 and "step 3/3" in trained.out, trained
+    told = [json.loads(line) for line in (tmp_path / "runs" / "async_reverse" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["staleness"] for line in told if "staleness" in line] == [0, 1, 2]
 
 
 @pytest.mark.timeout(300)

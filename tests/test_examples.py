@@ -27,6 +27,14 @@ def test_reverse_from_scratch(hybridflow: Callable[..., Outcome], tmp_path: Path
     assert json.loads(again.out)["score"] == last_evaluation(tmp_path / "run")["eval/score"]
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_reverse_with_rollouts_that_begin_early(hybridflow: Callable[..., Outcome], tmp_path: Path) -> None:
+    assert hybridflow("train", EXAMPLES / "async_reverse.toml", "--run_dir", tmp_path / "run").code == 0
+    assert last_evaluation(tmp_path / "run")["eval/score"] > 0.9
+
+
 @pytest.mark.parametrize(
     "name",
     ["cartpole", "dqn_cartpole", "a2c_cartpole", "reinforce_cartpole", "trpo_cartpole", "impala_cartpole", "a3c_cartpole"],
