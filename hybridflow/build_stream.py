@@ -53,7 +53,7 @@ def recorded(path: Path) -> Recorded:
         raise ConfigError(
             [f'{path}: schedule.kind = {config.schedule.kind!r}; expected "sync", a run whose steps took turns']
         )
-    found = [one for one in read_records(directory.metrics) if one["step"] > 1 and LENGTHS <= one.keys()]
+    found = [one for one in read_records(directory.metrics) if one["step"] > 1 and one.keys() >= LENGTHS]
     if len(found) < FEWEST:
         raise ConfigError([f"{path}: {len(found)} steps after the first in which responses were drawn; expected {FEWEST}"])
     calls = calls_by_step(read_timeline(directory.timeline), {one["step"] for one in found})[ROLLOUT]

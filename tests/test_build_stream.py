@@ -90,7 +90,7 @@ def test_a_real_run_is_read(hybridflow: Callable[..., Outcome], tmp_path: Path) 
     found = recorded(tmp_path / "run")
     assert isinstance(found, Recorded) and (found.groups, found.rows, found.replicas) == (4, 4, 1)
     assert 1 <= found.lengths.mean <= 4 and found.lengths.longest <= 4
-    assert 0 < streamed(found, Order(0, "even"), 20).step_s and 0 < found.learn_s < found.step_s
+    assert streamed(found, Order(0, "even"), 20).step_s > 0 and 0 < found.learn_s < found.step_s
 
 
 def test_runs_that_say_nothing_are_told_in_a_line(tmp_path: Path) -> None:

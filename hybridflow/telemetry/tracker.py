@@ -39,8 +39,8 @@ class Tracker:
         self._board.flush()
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append samples of a step: ``prompt``, ``response``, its ``tokens``, ``score``, ``group_id``, ``policy_version`` and
-        others."""
+        """Append samples of a step: ``prompt``, ``response``, its ``tokens``, ``score``, ``group_id``, ``policy_version``
+        and others."""
         self._samples.writelines(to_json({"step": step, **sample}) + "\n" for sample in samples)
         self._samples.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from hybridflow.core.metrics import Metrics
 from hybridflow.core.roles import Algorithm
 from hybridflow.ledger import Ledger, ranges
 from hybridflow.rollout.buffer import Fifo, InformativeGroups
-from hybridflow.rollout.schedule import DynamicSampling, Lagging, Schedule, Synchronous
+from hybridflow.rollout.schedule import DynamicSampling, Schedule, Source, Synchronous
 from hybridflow.train import Trainer
 
 SIZE = 6
@@ -52,6 +52,29 @@ class Scored(Algorithm):
         if self.fails:
             raise WorkerError("it was killed")
         return batch
+
+
+class Lagging(Synchronous):
+    """Learns from what was collected ``lag`` rollouts before, which waits in the buffer meanwhile."""
+
+    def __init__(self, lag: int) -> None:
+        super().__init__()
+        self.lag, self.num_waiting = lag, 0
+
+    def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Any, /) -> Batch | None:
+        buffer.add(algorithm.rollout(source(step)), self.version)
+        self.num_waiting += 1
+        learned = self.learn(algorithm, buffer) if self.num_waiting > self.lag else None
+        if learned is not None:
+            self.num_waiting -= 1
+        return learned
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waiting": self.num_waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        super().load_state_dict(state)
+        self.num_waiting = state["waiting"]
 
 
 class Drained:
