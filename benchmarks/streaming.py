@@ -5,9 +5,9 @@
 
 Without ``--run``: GRPO with a model of 7B on 128 machines. 64 x 8 A100 and 32 x 8 H100 draw 3,072 x 8 responses a step, in
 replicas of two devices with 64 slots; 32 x 8 H100 learn. Seconds of a decode step, of a row in it, of learning and of
-publishing are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), or as ``--lengths RUN``
-recorded them, brought to that mean. With ``--run``: a run that took turns, on the lengths that it drew and the seconds that
-it needed; what is predicted for its own order stands beside what it took.
+publishing are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), or as
+``--lengths RUN`` recorded them, brought to that mean. With ``--run``: a run that took turns, on its lengths and
+the seconds that it needed; what is predicted for its own order stands beside what it took.
 
 ``step``: seconds of a step; ``gain``: of the first row's; ``drawing``, ``learning``: shares of the time in which replicas
 and learner work; ``staleness``: versions between weights that a response began with and the update that learned from it.
