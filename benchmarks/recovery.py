@@ -67,7 +67,7 @@ def faults(folder: Path, repeats: int) -> None:
     steps = 3 * repeats + 3
     keys = [*RAY, *APART, ROLES, "--train.steps", str(steps), "--train.prompts_per_step", "4", "--checkpoint.every"]
     expected = weights(run(folder / "clean", "reverse", [*keys, str(steps)]))
-    print(f"| fault, {repeats} times each | median s | worst s | seen within, worst s | steps done again | same weights |")
+    print(f"| fault ({repeats} each) | median s | worst s | seen within, worst s | steps done again | same weights |")
     print("|---|---|---|---|---|---|", flush=True)
     for number, (name, (what, who, signals)) in enumerate(KINDS.items()):
         struck_s: list[float] = []
