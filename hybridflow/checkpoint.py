@@ -174,8 +174,8 @@ def load(path: Path, content: bool = False) -> Checkpoint:
             check_file(path, file, content or "/" not in file.name)
             if "/" in file.name:
                 found.files.setdefault(file.name.partition("/")[0], []).append(file)
-    names = [Path(file.name).stem for file in files if file.name.endswith(".json")]
-    found.state.update((name, read_state(path, name)) for name in names)
+        names = [Path(file.name).stem for file in files if file.name.endswith(".json")]
+        found.state.update((name, read_state(path, name)) for name in names)
     return found
 
 

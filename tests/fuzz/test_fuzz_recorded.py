@@ -20,7 +20,7 @@ from test_runs import ENVIRONMENTS
 from hybridflow import checkpoint
 from hybridflow.build import Run, build
 from hybridflow.config import validate
-from hybridflow.core.errors import DataError
+from hybridflow.core.errors import CheckpointError, DataError
 from hybridflow.core.files import written
 from hybridflow.data.envs import EnvironmentConfig, spaces_of
 from hybridflow.data.recorded import open_recorded, record
@@ -43,6 +43,31 @@ def replaying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, P
     run.runtime.stop()
 
 
+def list_again(path: Path, name: str) -> None:
+    """Let the manifest say that the file is as it was written."""
+    manifest = path / "manifest.json"
+    listed = json.loads(manifest.read_text())
+    listed["files"][name] = written(path, name)._asdict()
+    listed["files"][name]["bytes"] = listed["files"][name].pop("num_bytes")
+    manifest.write_text(json.dumps(listed))
+
+
+def test_no_file_of_a_checkpoint_is_believed_for_its_hash(replaying: tuple[Run, Path]) -> None:
+    run, path = replaying
+    for name in json.loads((path / "manifest.json").read_text())["files"]:
+        good, manifest = (path / name).read_bytes(), (path / "manifest.json").read_text()
+        try:
+            for content in (b"", b"{}}", (2).to_bytes(8, "little") + b"{}"):  # the last one is of no tensors
+                (path / name).write_bytes(content)
+                list_again(path, name)
+                with pytest.raises(CheckpointError, match="there is no other checkpoint"):
+                    run.load(checkpoint.load(path))
+        finally:
+            (path / name).write_bytes(good)
+            (path / "manifest.json").write_text(manifest)
+    run.load(checkpoint.load(path))
+
+
 @given(data=st.data())
 @examples(60)
 def test_replays_of_checkpoints(replaying: tuple[Run, Path], data: st.DataObject) -> None:
@@ -53,10 +78,7 @@ def test_replays_of_checkpoints(replaying: tuple[Run, Path], data: st.DataObject
     try:
         (path / name).write_bytes(data.draw(damaged(good)))
         if data.draw(st.booleans()):
-            _, sha256, size = written(path, name)
-            listed = json.loads(manifest)
-            listed["files"][name] = {"sha256": sha256, "bytes": size}
-            (path / "manifest.json").write_text(json.dumps(listed))
+            list_again(path, name)
         survives(lambda: run.load(checkpoint.load(path)))
     finally:
         (path / name).write_bytes(good)

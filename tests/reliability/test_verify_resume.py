@@ -13,6 +13,7 @@ from test_runs import ENVIRONMENTS, run
 
 from hybridflow.commands import verify_resume
 from hybridflow.commands.verify_resume import compare
+from hybridflow.telemetry.records import is_measured
 
 
 @pytest.fixture
@@ -108,6 +109,11 @@ def test_one_bit_of_a_weight_of_the_optimizer_or_of_a_metric_is_found(tmp_path: 
     path.write_bytes(data)
     (part,) = [part for part in compare(*runs) if part.differs]
     assert part.what == "tensors of actor" and part.differs.endswith("(0.safetensors)") and part.num_parts > 20
+
+
+def test_what_is_measured_is_not_compared() -> None:
+    measured = ("time/step_s", "sampler/transition_s", "tokens_per_s", "memory/rss_gb", "moved/a-b", "driver/bytes")
+    assert [name for name in (*measured, "loss/policy", "reward/mean", "step") if is_measured(name)] == [*measured]
 
 
 def test_bits_are_compared_not_values() -> None:
