@@ -106,7 +106,7 @@ def make_runtime(config: RunConfig) -> Runtime:
     return RayRuntime(
         config.placed,
         address=given.address,
-        threads=config.threads,
+        threads=config.num_threads,
         timeout_s=given.timeout_s,
         gpus=config.torch_device.type == "cuda",
         recovery=config.recovery,
@@ -124,8 +124,8 @@ def make_makers(config: RunConfig, parts: Parts, runtime: Runtime) -> dict[str, 
 
 def make_parts(config: RunConfig, runtime: Runtime) -> Parts:
     """The parts of a run without an algorithm, as evaluating and generating need them."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
     if config.environment is not None:
         return EnvironmentParts(config, config.environment, runtime)
     assert config.data is not None, "validated"

@@ -101,7 +101,7 @@ def calls_by_step(events: Sequence[Mapping[str, Any]], steps: set[int]) -> dict[
 def run_cluster(config: RunConfig) -> Cluster:
     """This machine, divided as the workers of a run divide it."""
     workers = sum(pool.size for pool in config.placed.pools) if config.runtime.kind == "ray" else 1
-    return Cluster(((1, machine_here(workers, config.threads)),))
+    return Cluster(((1, machine_here(workers, config.num_threads)),))
 
 
 def observed(found: Measured, cluster: Cluster, own: Mapping[str, float] | None = None) -> Observation:

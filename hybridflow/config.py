@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hybridflow.algorithms import ALGORITHMS
 from hybridflow.algorithms.a2c import A2CConfig
@@ -97,8 +97,9 @@ class RunConfig(Config):
     """all randomness derives from it"""
     run_dir: str
     """where the run writes; a new folder"""
-    threads: int = Field(0, ge=0)
-    """of torch in each process; 0: the cores, of which the workers of a machine have equal shares"""
+    threads: int | Literal["auction"] = 0
+    """of torch in each process; 0: the cores, of which the workers of a machine have equal shares; "auction": while the run
+    goes on, pools bid for the CPU slots of its machines, with threads, env workers and reward workers as their units"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where models live; auto: the GPU if there is one"""
     sft: SFTConfig = SFTConfig()
@@ -144,6 +145,18 @@ class RunConfig(Config):
     placement: PlacementConfig = PlacementConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _check_threads(cls, threads: Any) -> Any:
+        if threads != "auction" and (type(threads) is not int or threads < 0):
+            raise ValueError(f'expected how many, 0 or more, or "auction", got {threads!r}')
+        return threads
+
+    @property
+    def num_threads(self) -> int:
+        """That ``threads`` begins with."""
+        return 0 if self.threads == "auction" else self.threads
 
     @property
     def torch_device(self) -> torch.device:

@@ -283,9 +283,16 @@ def _placement_conflicts(config: RunConfig) -> Iterator[str]:
         problems = list(config.placement.conflicts(config.algorithm, config.roles(), config.models))
         yield from problems or dict.fromkeys((*_cut_conflicts(config), *_shard_ranks_conflicts(config)))
         yield from [] if problems else (*_generation_conflicts(config), *_pool_of_replay_conflicts(config))
+        yield from [] if problems else _auction_conflicts(config)
     else:
-        yield from dict.fromkeys(_shard_ranks_conflicts(config))
+        yield from (*dict.fromkeys(_shard_ranks_conflicts(config)), *_auction_conflicts(config))
     yield from _sections_of_ray(config)
+
+
+def _auction_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.threads == "auction" and len(config.placed.pools) < 2:
+        hint = 'set runtime.kind = "ray" and placement.pools, or give threads a number'
+        yield f'threads = "auction": pools of worker processes bid, and there is only one pool; {hint}'
 
 
 def _sections_of_ray(config: RunConfig) -> Iterator[str]:

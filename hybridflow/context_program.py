@@ -268,7 +268,7 @@ class Program:
         """What the context has decided by itself, and why."""
         found = "found" if self._device.type == "cuda" else "no GPU here"
         why = "asked for" if self.settings.device != "auto" else found
-        chosen = [f"models on {self._device} ({why}), {config.threads or 'all'} thread(s) of torch in a process"]
+        chosen = [f"models on {self._device} ({why}), {config.num_threads or 'all'} thread(s) of torch in a process"]
         if config.runtime.kind == "local":
             return [*chosen, 'every role in this process (runtime = "local")']
         environments = config.placed.pool_of("sampler")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from hybridflow import checkpoint
+from hybridflow.allocator import make_allocator
 from hybridflow.build import Run
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
@@ -121,12 +122,15 @@ def _run(
         checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
         watch = (ledger, Reporter(tracker, console, timeline, memory), Watch(guards, console))
         trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
-        recovery.watch(checkpointer, console.note, ledger.rewind, lambda step: _rewind(step, tracker, timeline, guards))
+        auction = config.threads == "auction"
+        allocators = [recovery.go_on(lambda: make_allocator(run, directory.auction))] if auction else []
+        rewinds = [ledger.rewind, *(allocator.rewind for allocator in allocators)]
+        recovery.watch(checkpointer, console.note, *rewinds, lambda step: _rewind(step, tracker, timeline, guards))
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
             recovery.go_on(lambda: exporter.run(start))
             trainer.hooks = [*trainer.hooks, exporter]
-        trainer.hooks = [*trainer.hooks, recovery]
+        trainer.hooks = [*trainer.hooks, *allocators, recovery]
         console.note(recovery.go_on(run.parts.describe))
         if aside:
             console.note(f"later checkpoints are no past of this run any more: renamed to {', '.join(aside)}", "yellow")
@@ -146,6 +150,8 @@ def _run(
         stopping = Stopping(trainer, console, given.deadline_s, folder)
         with _saying_where_to_go_on(folder), checkpointer, stopping, _save_on_reward_error(trainer, checkpointer, console):
             recovery.go_on(work)
+        for allocator in allocators:
+            allocator.finish(trainer.step)
         if trainer.step < steps:
             console.note(f"{stopping.word} after step {trainer.step}/{steps}; saved; go on with --resume")
             return stopping.code

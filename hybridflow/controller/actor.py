@@ -107,7 +107,7 @@ class StreamingActor(LinkedActor):
         pieces = list[Batch]()
         self._open = [self.runtime.pending(batches) for batches in self._open]
         for rows in groups(batch):
-            worker = min(range(len(self._members)), key=lambda number: len(self._open[number]))
+            worker = min(range(self.runtime.num_workers(self._names[1])), key=lambda number: len(self._open[number]))
             pieces.append(self._members[worker].rollout(batch.rows(rows)))
             self._open[worker].append(pieces[-1])
         self.begun.append(Batch.concat(pieces))

@@ -59,6 +59,10 @@ class LocalRuntime(KeepsState):
         """Calls are done when they return."""
         return []
 
+    def num_workers(self, role: str) -> int:
+        """This process."""
+        return 1
+
     def ready(self) -> None:
         """Roles are built when they are named."""
 

@@ -49,13 +49,17 @@ def deal(weights: Weights, num_parts: int) -> list[Rows]:
     return [np.sort(rows) for rows in np.split(by_part, np.cumsum(np.bincount(part, minlength=num_parts))[:-1])]
 
 
-def blocks(weights: Weights, num_parts: int) -> list[Rows]:
-    """Rows to parts of about equal weight, neighbours together: responses to one prompt share its prefill."""
+def blocks(weights: Weights, num_parts: int, speeds: Sequence[float] = ()) -> list[Rows]:
+    """Rows to parts of about equal weight, neighbours together: responses to one prompt share its prefill. With ``speeds``,
+    the parts' weights are in proportion to them."""
     if not weights.any():
         weights = np.ones_like(weights)  # then by their number
     ends = np.cumsum(weights)
     middles = ends - weights / 2
-    part = np.minimum((middles * num_parts / weights.sum()).astype(np.int64), num_parts - 1)
+    if speeds:
+        part = np.searchsorted(np.cumsum(speeds)[:-1] / sum(speeds), middles / weights.sum(), side="right")
+    else:
+        part = np.minimum((middles * num_parts / weights.sum()).astype(np.int64), num_parts - 1)
     return [np.flatnonzero(part == index) for index in range(num_parts)]
 
 
@@ -73,7 +77,7 @@ def _by_block(weights: Weights, mesh: Mesh) -> list[Rows]:
 
 
 def _by_replica(weights: Weights, mesh: Mesh) -> list[Rows]:
-    parts = blocks(weights, mesh.num_replicas)
+    parts = blocks(weights, mesh.num_replicas, mesh.speeds)
     return [parts[mesh.replica(rank)[0]] for rank in range(mesh.size)]
 
 

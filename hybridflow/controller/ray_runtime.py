@@ -91,6 +91,7 @@ class RayRuntime(KeepsState):
         self._published: set[tuple[str, str]] = set()
         self._buckets: dict[str, int] = {}
         self._workers: dict[str, int] = {}
+        self._speeds: dict[str, tuple[float, ...]] = {}
         self._threads: dict[str, int] = {}
         self._members: set[str] = set()
         self._shares: dict[str, list[Share]] = {}
@@ -177,7 +178,9 @@ class RayRuntime(KeepsState):
     def mesh(self, role: Role[Any]) -> Mesh:
         """Of those that it uses now."""
         widest, workers = self.widest(role), self._workers.get(role.name)
-        return widest if workers is None or has_own_workers(role) else replace(widest, dp=workers)
+        if workers is None or has_own_workers(role):
+            return widest
+        return replace(widest, dp=workers, speeds=self._speeds.get(role.name, ()))
 
     def share(self, learner: str, sampler: str, /) -> None:
         """In place where both are in the same processes; otherwise the sampler gets a copy that ``publish`` renews."""
@@ -252,9 +255,9 @@ class RayRuntime(KeepsState):
 
     # How many workers and threads.
 
-    def resize(self, name: str, workers: int, /) -> None:
+    def resize(self, name: str, workers: int, speeds: tuple[float, ...] = (), /) -> None:
         """From the next call on, the role works in the first ``workers`` processes of its pool, or its worker has so many
-        processes of its own; nobody waits for that.
+        processes of its own; nobody waits for that. ``speeds``: see ``Mesh``.
 
         State that goes with rows goes over to who has them from now on, and samplers that join get the learner's weights.
         ContractError for a role that can't, see ``obstacle``.
@@ -268,8 +271,9 @@ class RayRuntime(KeepsState):
             raise ContractError(f"role {name!r} can't change its workers: {found}")
         if workers not in range(1, (most := self.widest(role).size) + 1):
             raise ContractError(f"role {name!r} can't have {workers} workers: expected 1 to {most}, as in its pool")
-        old, self._workers[name] = self.mesh(role), workers
-        if (new := self.mesh(role)) != old:
+        old, new = self.mesh(role), replace(self.widest(role), dp=workers, speeds=speeds)
+        self._workers[name], self._speeds[name] = workers, speeds
+        if new != old:
             self._regroup(role, old, new)
         for learner in [learner for learner, sampler in self._published if sampler == name]:
             self._send_weights(learner, name, range(old.size, new.size))
@@ -291,7 +295,7 @@ class RayRuntime(KeepsState):
         if hands_over(role):
             self._each(role.name, what, lambda process: process.take_over.remote(role.name, given), range(new.size))
 
-    def num_workers(self, name: str) -> int:
+    def num_workers(self, name: str, /) -> int:
         """In how many processes a role works, or how many of its own its worker has."""
         role = self.roles[name]
         if not has_own_workers(role):

@@ -102,6 +102,9 @@ class RecordingRuntime:
     def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
         return self.runtime.pending(batches)
 
+    def num_workers(self, role: str, /) -> int:
+        return self.runtime.num_workers(role)
+
     def ready(self) -> None:
         self.runtime.ready()
 

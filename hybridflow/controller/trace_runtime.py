@@ -73,6 +73,9 @@ class TraceRuntime(KeepsState):
     def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
         return []
 
+    def num_workers(self, role: str, /) -> int:
+        return 1
+
     def ready(self) -> None:
         return None
 

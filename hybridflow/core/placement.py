@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,8 @@ class Mesh:
     belongs to (section 5.3). Else the ranks of a replica are neighbours.
 
     ``shard_ranks``: so many neighbouring copies share weights or optimizer states out, where a role does so; 0: all.
-    ``chunks``: stages of the training pipeline on each of its ranks.
+    ``chunks``: stages of the training pipeline on each of its ranks. ``speeds``: of each replica while generating, relative
+    to the others: prompts and environments are dealt in proportion; none: all are equally fast.
     """
 
     dp: int = 1
@@ -49,9 +51,10 @@ class Mesh:
     cp: int = 1
     shard_ranks: int = 0
     chunks: int = 1
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for axis in fields(self):
+        for axis in fields(self)[:-1]:
             size = getattr(self, axis.name)
             if size is not None and size < (0 if axis.name == "shard_ranks" else 1):
                 raise ContractError(f"mesh: {axis.name} = {size}; expected at least one rank on every axis")
@@ -63,6 +66,9 @@ class Mesh:
                 f"mesh {self}: generation_tp x generation_pp = {generation_tp} x {generation_pp} = "
                 f"{generation_tp * generation_pp} doesn't divide tp x pp = {self.tp} x {self.pp} = {self.tp * self.pp}"
             )
+        if self.speeds and (len(self.speeds) != self.num_replicas or min(self.speeds) <= 0):
+            expected = f"expected one above 0 for each of {self.num_replicas} replicas"
+            raise ContractError(f"mesh {self}: speeds = {list(self.speeds)}; {expected}")
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -205,6 +211,7 @@ class Placement:
 
     def mesh_of(self, role: str, max_workers: int | None) -> Mesh:
         """A role fills its pool with data parallelism, or takes the first ``max_workers`` processes of it."""
-        size, axes = self.pool_of(role).size, self.meshes.get(role, {})
+        size = self.pool_of(role).size
+        axes: Mapping[str, Any] = self.meshes.get(role, {})
         block = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1)
         return Mesh(dp=(size if max_workers is None else min(size, max_workers)) // block, **axes)

@@ -304,7 +304,6 @@ class EnvSampler:
         for index in gone:
             self._num_pieces.pop(index, None)
             self._memory.pop(index, None)
-        self._saved = {index: state for index, state in self._saved.items() if index in held and index not in gone}
         self.slots.release(gone)
         return [held[index] for index in gone]
 

@@ -194,7 +194,7 @@ class Drawer:
     def attach(self, source: Any) -> None:
         self.source = source
 
-    @remote(DP, reads=("sample_id",), writes=("scores", "slot"))
+    @remote(THREE_D_ALL_MICRO_DP, reads=("sample_id",), writes=("scores", "slot"))
     def rollout(self, batch: Batch, /) -> Batch:
         rank = np.full(len(batch), self.context.rank)
         return Batch({"scores": np.full(len(batch), self.source.scale, np.float32), "slot": rank})

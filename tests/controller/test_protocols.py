@@ -135,6 +135,26 @@ def test_equal_rows_make_equal_blocks(weight: int) -> None:
     assert [rows.tolist() for rows in blocks(np.full(6, weight), 3)] == [[0, 1], [2, 3], [4, 5]]
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(some_weights(), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
+def test_blocks_are_in_proportion_to_speeds(weights: Weights, speeds: list[float]) -> None:
+    parts = blocks(weights, len(speeds), speeds)
+    assert np.concatenate(parts).tolist() == list(range(len(weights)))
+    if weights.any():
+        shares = np.array(speeds) / sum(speeds) * weights.sum()
+        assert all(
+            abs(weights[rows].sum() - share) <= max(weights) + 1e-6 for rows, share in zip(parts, shares, strict=True)
+        )
+
+
+def test_a_fast_replica_gets_more_rows() -> None:
+    parts = THREE_D_ALL_MICRO_DP.distribute(np.ones(8, np.int64), Mesh(dp=3, speeds=(1.0, 2.0, 1.0)))
+    assert [rows.tolist() for rows in parts] == [[0, 1], [2, 3, 4, 5], [6, 7]]
+    for speeds in ((1.0,), (1.0, 0.0, 1.0)):
+        with pytest.raises(ContractError, match=r"mesh dp 3: speeds = .*; expected one above 0 for each of 3 replicas"):
+            Mesh(dp=3, speeds=speeds)
+
+
 def test_replicas_get_neighbouring_rows() -> None:
     """Training 1-4-2, generation 1-2-2-2: ranks [1, 3] and [2, 4] are the replicas of the first block."""
     parts = THREE_D_ALL_MICRO_DP.distribute(np.ones(8, np.int64), Mesh(dp=2, tp=4, generation_tp=2))

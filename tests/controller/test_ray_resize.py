@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from ray_workers import Copy, Counter, Drawer, Maker, role
 
+from hybridflow.allocator import tenants
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.controller.elastic import obstacle
 from hybridflow.controller.ray_runtime import RayRuntime
@@ -91,6 +92,18 @@ def test_a_sampler_that_joins_has_the_newest_weights_before_its_first_call(start
     runtime.drain()
 
 
+def test_a_faster_sampler_is_dealt_more_rows(started: Started) -> None:
+    runtime, actor = started.runtime, started.actor
+    runtime.resize("drawer", 3, (1.0, 4.0, 1.0))
+    assert actor.rollout(ROWS)["slot"].tolist() == [0, 1, 1, 1, 1, 2]
+    with pytest.raises(ContractError, match="expected one above 0 for each of 2 replicas"):
+        runtime.resize("drawer", 2, (1.0, 4.0, 1.0))
+    assert runtime.num_workers("drawer") == 3
+    runtime.resize("drawer", 3)
+    assert actor.rollout(ROWS)["slot"].tolist() == [0, 0, 1, 1, 2, 2]
+    runtime.drain()
+
+
 def test_what_cannot_be_done_is_told_before_anything_changes(started: Started) -> None:
     runtime = started.runtime
     with pytest.raises(ContractError, match=r"role 'counter' can't have 4 workers: expected 1 to 3, as in its pool"):
@@ -105,6 +118,27 @@ def test_what_cannot_be_done_is_told_before_anything_changes(started: Started) -
         state_dict = Counter.state_dict
 
     assert obstacle(role("forgetful", Forgetful), Mesh(dp=2)) == "its state has no hand_over and take_over"
+
+
+def test_pools_bid_with_what_they_have(started: Started) -> None:
+    runtime = started.runtime
+    runtime.resize("counter", 2)
+    runtime.rethread("one", 3)
+    three, one = tenants(runtime, 8, ["learner"], False, 6)
+    assert (three.pool, three.kind, three.units, three.most, three.slots, three.lane) == (
+        "three",
+        "workers",
+        2,
+        3,
+        1,
+        "rollout",
+    )
+    assert (one.pool, one.kind, one.units, one.most, one.slots, one.lane) == ("one", "threads", 3, 8, 1, "one")
+    three.take(3, (), runtime)
+    one.take(1, (), runtime)
+    assert runtime.num_workers("counter") == runtime.num_workers("drawer") == 3 and runtime.num_threads("one") == 1
+    assert {tenant.lane for tenant in tenants(runtime, 8, ["learner"], True, 6)} == {"step"}
+    runtime.drain()
 
 
 def test_threads_of_running_processes_change(started: Started) -> None:

@@ -47,6 +47,7 @@ def striking(*faults: Fault, when: list[float] | None = None) -> Iterator[list[F
         spied("control", asked, lambda role, name, *_: f"{role.name}.{name}"),
         spied("publish", asked, lambda *_: "publish"),
         spied("mend", asked, lambda *_: "mend"),
+        spied("resize", asked, lambda role, *_: f"{role}.resize"),
     ):
         yield struck
 

@@ -293,9 +293,9 @@ class Group:
         parts = [worker.rollout(source.rows(rows)) for worker, rows in zip(workers, dealt, strict=True)]
         return Batch.concat(parts)
 
-    def resize(self, ranks):
+    def resize(self, ranks, *speeds):
         """As the Ray runtime does, with the first of so many workers as there may be."""
-        old, self.mesh = self.mesh, Mesh(dp=ranks)
+        old, self.mesh = self.mesh, Mesh(dp=ranks, speeds=speeds)
         for worker in self.workers[old.size : ranks]:
             worker.load_state_dict(())
         given = [state for worker in self.workers[: max(old.size, ranks)] for state in worker.hand_over(self.mesh)]
@@ -340,6 +340,9 @@ def test_slots_that_move_to_other_ranks_take_their_episodes_along():
         assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
         assert elastic.resize(ranks) == moved
         assert saved_slots(elastic.state_dict()) == [0, 1, 2, 3, 4, 5], "each has one owner"
+    for speeds, moved in (((0.5, 0.5, 2.0, 0.0001), [2, 4, 5]), ((1.0, 1.0, 1.0, 1.0), [2, 4, 5])):
+        assert elastic.resize(4, *speeds) == moved
+        assert_same(straight.rollout(source), elastic.rollout(source), close=("log_probs",))
 
 
 def test_slots_leave_and_enter_child_processes():

@@ -1,0 +1,82 @@
+"""Runs whose env workers change their number while they go on, also when one of them dies meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from conftest import CARTPOLE, with_keys
+from test_runs import assert_equal, run, state
+from test_worker_groups import CALM, assert_near, on_ray
+from worker_faults import Fault, striking
+
+from hybridflow.commands.auction import outcomes
+from hybridflow.commands.ledger import balance
+from hybridflow.planner.auction import Auction, Round
+from hybridflow.telemetry.records import read_records
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+ELASTIC = {
+    **with_keys(CARTPOLE, actor={"optimizer": CALM}, critic={"optimizer": CALM}, environment__num_envs=6),
+    "train": {"steps": 8},
+    "checkpoint": {"every": 4},
+    "evaluation": {"limit": 2},
+}
+GIVEN = [1, 3, 2, 2, 1, 3, 2, 1]
+"""env workers after each step"""
+
+
+def dictated(auction: Auction, *given: Any) -> Round:
+    """Rounds of an auction with another result."""
+    round_ = ROUND(auction, *given)
+    auction.units = {"envs": GIVEN[round_.step - 1], "learn": 1}
+    return replace(round_, units=auction.units)
+
+
+ROUND = Auction.round
+
+
+def elastic_run(folder: Path, *faults: Fault) -> Path:
+    """Of three env workers at first."""
+    data = with_keys(ELASTIC, threads="auction", recovery__deadline_s=4.0)
+    data = on_ray(data, {"learn": 1, "envs": 3}, actor="learn", critic="learn", sampler="envs")
+    every, rounds = mock.patch("hybridflow.allocator.EVERY", 1), mock.patch.object(Auction, "round", dictated)
+    with every, rounds, striking(*faults) as struck:
+        ended = run(data, folder)
+    assert struck == list(faults)
+    return ended
+
+
+def check_same(elastic: Path, still: Path) -> None:
+    """It has learned what one process learns, from the same steps of the same episodes, and nothing was lost."""
+    assert_near(still, elastic, ELASTIC["train"]["steps"])
+    ours, theirs = (sorted(state(path)["sampler"], key=itemgetter("slot")) for path in (elastic, still))
+    assert_equal([slot["state"] for slot in ours], [slot["state"] for slot in theirs])
+    accounts = balance(elastic / "ledger.sqlite")
+    assert not accounts.problems and accounts.counts == balance(still / "ledger.sqlite").counts
+    assert [record.get("units", {}).get("envs") for record in read_records(elastic / "auction.jsonl")] == GIVEN
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_that_dies_while_its_group_changes_costs_nothing_but_time(tmp_path: Path) -> None:
+    still = run(ELASTIC, tmp_path / "still")
+    elastic = elastic_run(tmp_path / "elastic", Fault("sampler.resize", 5, [("envs", 1)]))
+    check_same(elastic, still)
+    (event,) = read_records(elastic / "recoveries.jsonl")
+    assert event["lost"].startswith("worker 1 of pool 'envs' died")
+    rounds = outcomes(elastic / "auction.jsonl")
+    assert [outcome.round.step for outcome in rounds] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_run_whose_workers_change_learns_what_one_process_learns_and_goes_on_anywhere(tmp_path: Path) -> None:
+    still, elastic = run(ELASTIC, tmp_path / "still"), elastic_run(tmp_path / "elastic")
+    check_same(elastic, still)
+    longer = {"train__steps": 10, "resume": "latest"}
+    assert_near(run(ELASTIC, still, **longer), run(ELASTIC, elastic, **longer), 10)
