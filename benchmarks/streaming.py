@@ -3,7 +3,7 @@
     python benchmarks/streaming.py [--lengths RUN] [--json]
     python benchmarks/streaming.py --run RUN [--json]
 
-Without ``--run``: GRPO with a model of 7B on 128 machines. 64 x 8 A100 and 32 x 8 H100 draw 3,072 x 8 responses a step, in
+Without ``--run``: GRPO with a model of 7B on 128 machines. 64 x 8 A100 and 32 x 8 H100 draw 2,048 x 8 responses a step, in
 replicas of two devices with 64 slots; 32 x 8 H100 learn. Seconds of a decode step, of a row in it, of learning and of
 publishing are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), or as
 ``--lengths RUN`` recorded them, brought to that mean. With ``--run``: a run that took turns, on its lengths and
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from hybridflow.build_stream import recorded, recorded_lengths, streamed
+from hybridflow.core.errors import UserError
 from hybridflow.planner.cluster import PRESETS, Machine
 from hybridflow.planner.cost import CostModel, Efficiency
 from hybridflow.planner.graph import ModelRole, Task, TaskGraph
@@ -43,7 +44,7 @@ ORDERS = {
     "staleness 2, partial": Order(2, partial=True),
     "staleness 4, partial": Order(4, partial=True),
 }
-STEPS, GROUPS, ROWS, SLOTS = 12, 3072, 8, 64
+STEPS, GROUPS, ROWS, SLOTS = 12, 2048, 8, 64
 MEAN, LONGEST = 1024.0, 8192.0
 DRAW, LEARN = Strategy(tp=2), 32
 
@@ -106,12 +107,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, metavar="RUN", help="run directory whose lengths of responses are taken")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.run:
-        run = recorded(options.run)
-        rows, measured = [*rows_of(lambda order: streamed(run, order))], run.step_s
-    else:
+    try:
+        run = recorded(options.run) if options.run else None
         lengths = scaled(recorded_lengths(options.lengths)) if options.lengths else Lengths(MEAN, MEAN, LONGEST)
-        rows, measured = [*rows_of(cluster(lengths))], None
+    except UserError as error:
+        parser.error(str(error))
+    rows = [*rows_of(cluster(lengths) if run is None else lambda order: streamed(run, order))]
+    measured = None if run is None else run.step_s
     if options.json:
         print(json.dumps({"measured_s": measured, "rows": [asdict(row) for row in rows]}, indent=2))
         return

@@ -109,6 +109,12 @@ def test_the_best_static_split_is_the_best_of_all(market: Market, phases: list[t
     assert total(best_static(recorded, capacity)) == pytest.approx(min(map(total, possible(bidders, capacity))), rel=3e-6)
 
 
+def test_long_phases_count_for_more() -> None:
+    early, late = ([scaling("sim", sim), scaling("learn", learn)] for sim, learn in ((21, 3), (3, 21)))
+    for steps, units in ((1, {"sim": 4, "learn": 4}), (99, {"sim": 1, "learn": 7})):
+        assert best_static([(1, early), (steps, late)], {"slots": 8}) == units
+
+
 def test_lanes_run_side_by_side_and_what_is_in_one_in_turns() -> None:
     bidders = [scaling("sim", 8), scaling("learn", 2, lane="train"), scaling("score", 2, lane="train")]
     assert lane_seconds(bidders, {"sim": 2, "learn": 1, "score": 2}) == {"sim": 4.0, "train": 3.0}

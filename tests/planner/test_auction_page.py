@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -19,7 +20,7 @@ def test_its_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_resources_follow_the_work_in_its_table() -> None:
-    """On the slots of the benchmark, in shorter phases: nearly as good as the best split of each, and better than any static."""
+    """On slots, in shorter phases: nearly as good as the best split of each phase, and better than any static one."""
     bench = runpy.run_path(str(ROOT / "benchmarks" / "auction.py"))
     rows = {row.policy: row for row in bench["rows_of"](bench["slots"](60), seeds=1)}
     assert rows["best static split"].time == 1.0 <= rows["even split"].time
@@ -38,5 +39,5 @@ def test_curves_of_models_are_the_planner_s() -> None:
         for bidder in phase.bidders:
             seconds = [bidder.seconds[units] for units in bidder.levels]
             assert len(seconds) > 8 and all(
-                later < 1.02 * earlier for earlier, later in zip(seconds, seconds[1:], strict=False)
+                later < 1.02 * earlier for earlier, later in itertools.pairwise(seconds)
             )
