@@ -38,6 +38,4 @@ def test_curves_of_models_are_the_planner_s() -> None:
     for phase in work.phases:
         for bidder in phase.bidders:
             seconds = [bidder.seconds[units] for units in bidder.levels]
-            assert len(seconds) > 8 and all(
-                later < 1.02 * earlier for earlier, later in itertools.pairwise(seconds)
-            )
+            assert len(seconds) > 8 and all(later < 1.02 * earlier for earlier, later in itertools.pairwise(seconds))
