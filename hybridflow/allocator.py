@@ -212,6 +212,7 @@ class Allocator:
         step_s = fmean(seconds for seconds, _ in steady)
         workers = busy_s([spans for _, spans in steady])
         busy = {one.pool: max(workers.get(one.pool, {}).values(), default=0.0) for one in self.tenants}
+        self._switch_s /= 2  # the first change, to workers that have yet to make environments, costs most
         if self._before:
             self._switch_s = max(0.0, first_s - step_s)
             self._learn(busy)

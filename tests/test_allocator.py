@@ -72,6 +72,7 @@ class World:
     def __init__(self, work: Callable[[int], Mapping[str, float]], noise: float, path: Path) -> None:
         self.work, self.noise, self.random = work, noise, np.random.default_rng(0)
         self.units, self.speeds = {"envs": 5, "learn": 2}, tuple[float, ...]()
+        self.cost_s = self._changed_s = 0.0
         self.laws = {"envs": Scaling(0.98, rows=20), "learn": Scaling(0.8)}
         envs = Tenant("envs", "workers", ["sampler"], 5, 5, 1, "rollout", Scaling(0.95, rows=20))
         learn = Tenant("learn", "threads", ["actor"], 2, 6, 1, "learn", Scaling(0.7))
@@ -80,6 +81,7 @@ class World:
 
     def resize(self, role: str, workers: int, speeds: tuple[float, ...]) -> None:
         assert role == "sampler"
+        self._changed_s = self.cost_s
         self.units["envs"], self.speeds = workers, speeds
 
     def rethread(self, pool: str, threads: int) -> None:
@@ -92,7 +94,8 @@ class World:
                 for pool, work in self.work(number).items()
             }
             spans = [Span("a.b", "train", 0.0, seconds[pool], f"{pool}/0") for pool in seconds]
-            self.took.append(max(seconds.values()))
+            self.took.append(max(seconds.values()) + self._changed_s)
+            self._changed_s = 0.0
             self.allocator(Step(number, {"time/step_s": self.took[-1]}, spans, None))
 
 
@@ -112,6 +115,16 @@ def test_units_follow_the_work_and_stay_where_it_stays(tmp_path: Path) -> None:
     assert 1 <= changes <= 4
     expected = max(world.laws["envs"].seconds(0.5, 1, 1), world.laws["learn"].seconds(3.0, 1, 5))
     assert np.mean(world.took[-10:]) < 1.15 * expected
+
+
+def test_a_change_that_cost_much_doesn_t_rule_out_another_for_ever(tmp_path: Path) -> None:
+    world = World(phases, 0.0, tmp_path / "auction.jsonl")
+    world.cost_s, world.units["envs"], world.allocator.tenants[0].units = 40.0, 2, 2
+    world.run(100)
+    held = {record["step"]: record["units"]["envs"] for record in read_records(world.path)}
+    assert held[5] == 5 and held[100] == 1
+    (cost,) = (record["switch_s"] for record in read_records(world.path) if record["step"] == 10)
+    assert cost == pytest.approx(40.0)
 
 
 def test_what_more_units_bring_is_learned_from_changes(tmp_path: Path) -> None:

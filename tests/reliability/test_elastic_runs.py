@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from conftest import CARTPOLE, with_keys
-from test_runs import assert_equal, run, state
+from conftest import CARTPOLE, REVERSE, with_keys
+from test_runs import assert_equal, records, run, state
 from test_worker_groups import CALM, assert_near, on_ray
 from worker_faults import Fault, striking
 
@@ -18,6 +18,7 @@ from hybridflow.commands.auction import outcomes
 from hybridflow.commands.ledger import balance
 from hybridflow.planner.auction import Auction, Round
 from hybridflow.telemetry.records import read_records
+from hybridflow.telemetry.timeline import read_timeline
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -43,8 +44,12 @@ ROUND = Auction.round
 
 def elastic_run(folder: Path, *faults: Fault) -> Path:
     """Of three env workers at first."""
-    data = with_keys(ELASTIC, threads="auction", recovery__deadline_s=4.0)
-    data = on_ray(data, {"learn": 1, "envs": 3}, actor="learn", critic="learn", sampler="envs")
+    data = on_ray(ELASTIC, {"learn": 1, "envs": 3}, actor="learn", critic="learn", sampler="envs")
+    return dictated_run(data, folder, *faults)
+
+
+def dictated_run(data: dict[str, Any], folder: Path, *faults: Fault) -> Path:
+    data = with_keys(data, threads="auction", recovery__deadline_s=4.0)
     every, rounds = mock.patch("hybridflow.allocator.EVERY", 1), mock.patch.object(Auction, "round", dictated)
     with every, rounds, striking(*faults) as struck:
         ended = run(data, folder)
@@ -80,3 +85,18 @@ def test_a_run_whose_workers_change_learns_what_one_process_learns_and_goes_on_a
     check_same(elastic, still)
     longer = {"train__steps": 10, "resume": "latest"}
     assert_near(run(ELASTIC, still, **longer), run(ELASTIC, elastic, **longer), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_samplers_that_are_never_done_become_more_and_fewer(tmp_path: Path) -> None:
+    """Those that leave end what they are at; those that join have the weights."""
+    data = with_keys(REVERSE, train__steps=8, schedule={"kind": "async", "max_staleness": 2})
+    data = on_ray(data, {"learn": 1, "envs": 3}, actor="learn", reward="learn", sampler="envs")
+    ended = dictated_run(data, tmp_path / "run")
+    accounts = balance(ended / "ledger.sqlite")
+    assert not accounts.problems and accounts.counts["trained"] == 8 * 16
+    assert max(line["staleness"] for line in records(ended)[1:]) <= 2
+    spans = [event for event in read_timeline(ended / "timeline.json") if event.get("name") == "sampler.rollout"]
+    workers = {step: {event["tid"] for event in spans if event["args"]["step"] == step} for step in range(1, 9)}
+    assert len(workers[1]) == 3 and any(len(tids) == 1 for tids in workers.values())
