@@ -12,7 +12,7 @@ import pytest
 from conftest import CARTPOLE, REVERSE, with_keys
 from test_runs import assert_equal, records, run, state
 from test_worker_groups import CALM, assert_near, on_ray
-from worker_faults import Fault, striking
+from worker_faults import Fault, spied, striking
 
 from hybridflow.commands.auction import outcomes
 from hybridflow.commands.ledger import balance
@@ -100,3 +100,20 @@ def test_samplers_that_are_never_done_become_more_and_fewer(tmp_path: Path) -> N
     spans = [event for event in read_timeline(ended / "timeline.json") if event.get("name") == "sampler.rollout"]
     workers = {step: {event["tid"] for event in spans if event["args"]["step"] == step} for step in range(1, 9)}
     assert len(workers[1]) == 3 and any(len(tids) == 1 for tids in workers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_reward_workers_become_more_and_fewer_also_in_a_process_that_was_made_anew(tmp_path: Path) -> None:
+    data = with_keys(REVERSE, train__steps=8, reward={"workers": 2}, actor__optimizer=CALM)
+    still = run(data, tmp_path / "still")
+    asked = list[tuple[str, int]]()
+    spy = spied("resize", lambda _, what: asked.append(what), lambda role, workers, *_: (role, workers))
+    apart = on_ray(data, {"learn": 1, "envs": 1}, actor="learn", reward="envs")
+    with spy:
+        elastic = dictated_run(apart, tmp_path / "elastic", Fault("reward.score", 4, [("envs", 0)]))
+    assert_near(still, elastic, 8)
+    assert (still / "samples.jsonl").read_text() == (elastic / "samples.jsonl").read_text()
+    assert ("reward", 3) in asked and {role for role, _ in asked} == {"reward"}
+    assert len(read_records(elastic / "recoveries.jsonl")) == 1
+    assert not balance(elastic / "ledger.sqlite").problems
