@@ -66,7 +66,7 @@ def test_no_allocation_is_shorter_nor_as_short_with_fewer_units(market: Market) 
     assert sum(found.values()) <= min(sum(units.values()) for units in near)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(markets(), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_more_capacity_is_never_slower_and_order_plays_no_part(market: Market, more: int, order: object) -> None:
     bidders, capacity = market

@@ -46,8 +46,8 @@ def test_everybody_pays_what_it_costs_the_others_and_never_more_than_it_bids(mar
         assert bid.pays_s <= result.step_s * (1 + 1e-5), "one step pays for anything"
 
 
-@settings(max_examples=15, deadline=None)
-@given(markets(3), st.lists(st.tuples(st.floats(0.2, 5), st.floats(0.2, 5), st.floats(0.1, 300)), min_size=2, max_size=6))
+@settings(max_examples=10, deadline=None)
+@given(markets(3), st.lists(st.tuples(st.floats(0.2, 5), st.floats(0.2, 5), st.floats(0.1, 300)), min_size=2, max_size=4))
 def test_nothing_is_given_twice_and_nobody_loses_its_least(
     market: Market, rounds: list[tuple[float, float, float]]
 ) -> None:
@@ -68,14 +68,14 @@ def test_nothing_is_given_twice_and_nobody_loses_its_least(
         assert all(0 <= bid.budget_s <= result.step_s * (1 + 1e-9) for bid in result.bids)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data(), st.integers(2, 4))
 def test_noise_below_the_tolerance_changes_an_allocation_at_most_once(data: st.DataObject, many: int) -> None:
     noise = st.floats(1 - TOLERANCE / 5, 1 + TOLERANCE / 5)
     works = data.draw(st.lists(st.floats(1, 50), min_size=many, max_size=many))
     auction = Auction(SLOTS, units=dict.fromkeys((f"task{number}" for number in range(many)), 1))
     results: list[Round] = []
-    for step in range(6):
+    for step in range(5):
         bidders = [scaling(f"task{number}", work) for number, work in enumerate(works)]
         noisy = [replace(one, seconds={n: s * data.draw(noise) for n, s in one.seconds.items()}) for one in bidders]
         measured = step_time(bidders, results[-1].units) * data.draw(noise) if results else None
@@ -128,19 +128,19 @@ def liar(rounds: int, claimed: float = 40.0) -> list[Round]:
 def test_who_promises_too_much_can_t_pay_for_long() -> None:
     """It pays at most what it had and what each round brings; then it has no more than its fair share until it can
     again."""
-    results = liar(40)
+    results = liar(24)
     wins = [result.bids[0].units > result.bids[0].fair for result in results]
     assert wins[0] and results[0].units == {"liar": 7, "sim": 1}
     limited = [result for result in results if result.bids[0].limited]
     assert limited and all(result.units == {"liar": 4, "sim": 4} for result in limited)
     price = results[0].bids[0].pays_s / results[0].step_s
-    assert 1 < sum(wins) <= (1 + 40 * INCOME) / price
-    assert wins[20:].count(True), "its budget lets it win again"
+    assert 1 < sum(wins) <= (1 + 24 * INCOME) / price
+    assert any(wins[10:]), "its budget lets it win again"
 
 
 def test_who_keeps_its_promises_gets_its_payments_back() -> None:
     auction = Auction(SLOTS)
-    for step in range(40):
+    for step in range(12):
         result = auction.round(step, [scaling("learn", 40), scaling("sim", 4)], 0.0, 40 / 7 if step else None)
         assert result.units == {"learn": 7, "sim": 1} and not any(bid.limited for bid in result.bids)
     assert auction.budgets["learn"] == pytest.approx(1 - result.bids[0].pays_s / result.step_s)
