@@ -26,7 +26,7 @@ from hybridflow.core.metrics import Span
 from hybridflow.planner.allocation import Bidder, allocate
 from hybridflow.planner.auction import Auction, ending
 from hybridflow.rollout.schedule import Ahead, Asynchronous
-from hybridflow.telemetry.records import keep_until, to_json
+from hybridflow.telemetry.records import append_record, keep_until
 from hybridflow.train import Step
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ class Allocator:
             self._write(ending(step, fmean(seconds for seconds, _ in self._steps)))
 
     def _write(self, record: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(to_json(record) + "\n")
+        append_record(self.path, record)
 
     def _learn(self, busy: dict[str, float]) -> None:
         for tenant in self.tenants:
