@@ -30,6 +30,7 @@ __all__ = ["Measured", "Predicted", "calls_by_step", "measured", "observed", "pr
 
 WAIT = "queue"
 WEIGHTS = ".weights"
+MOVED = ("transition", "transfer")
 STEPS = 2
 """how many a run needs after its first"""
 
@@ -141,7 +142,11 @@ def _tasks(graph: TaskGraph, calls: Mapping[str, float]) -> Iterator[tuple[str, 
     yield from ((name, calls[name]) for name in samplers if name in calls)
 
 
-def predicted(observation: Observation, efficiency: Efficiency) -> Predicted:
-    """ConfigError: it doesn't fit the machine's memory."""
+def predicted(observation: Observation, efficiency: Efficiency, known: Mapping[str, float] | None = None) -> Predicted:
+    """``known``: seconds of tasks, by name, that are taken instead of estimates, but for what is moved to other processes.
+    ConfigError: it doesn't fit the machine's memory."""
     estimates = CostModel(observation.graph, efficiency).estimates(observation.mapping)
+    for name, seconds in (known or {}).items():
+        moved = {part: moving for part, moving in estimates[name].parts.items() if part in MOVED}
+        estimates[name] = Estimate({"profile": seconds, **moved})
     return Predicted(as_seen(observation, estimates), simulate(observation.graph, observation.mapping, estimates).step_s)

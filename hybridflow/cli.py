@@ -280,6 +280,10 @@ def _add_showing(command: Callable[..., argparse.ArgumentParser]) -> None:
     measured = "measure this machine for the planner: products, memory, what two processes send each other"
     probe = command("probe", _probe, measured)
     probe.add_argument("--json", action="store_true")
+    tried = f"measure what a TOML file's tasks take here, at several sizes, or show what is known; {OVERRIDE}"
+    profile = command("profile", _profile, tried, overrides=True)
+    profile.add_argument("source", metavar="CONFIG", help="TOML file; or show: print what was measured on this machine")
+    profile.add_argument("--json", action="store_true")
     models = command("models", _models, "list, add and find models")
     models.add_argument("action", choices=("list", "add", "show", "path"), nargs="?", default="list")
     models.add_argument("model", nargs="?")
@@ -568,6 +572,16 @@ def _probe(options: Any) -> None:
     from hybridflow.commands.probe import probe
 
     probe(options.json)
+
+
+def _profile(options: Any) -> None:
+    from hybridflow.commands.profile import profile, show
+
+    if options.source != "show":
+        return profile(Path(options.source), options.overrides, options.json)
+    if options.overrides:
+        raise UserError(f"profile show: {' '.join(options.overrides)} says something about a run; give its TOML file")
+    show(options.json)
 
 
 def _models(options: Any) -> None:

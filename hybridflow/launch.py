@@ -14,6 +14,7 @@ from rich.console import Console
 from hybridflow import checkpoint
 from hybridflow.allocator import make_allocator
 from hybridflow.build import Run
+from hybridflow.build_profile import ProfileKeeper
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import read_toml
 from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
@@ -115,12 +116,13 @@ def _run(
         Timeline(directory.timeline) as timeline,
         RunConsole(steps, start=start, title=title) as console,
         Ledger(directory.ledger, trainer, run.parts.failures, config.environment is not None) as ledger,
+        ProfileKeeper(config, directory.path, lambda line: console.note(line, "yellow")) as profiles,
     ):
         evaluator = _evaluator(run, console, timeline)
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, start or -1)
         checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
-        watch = (ledger, Reporter(tracker, console, timeline, memory), Watch(guards, console))
+        watch = (ledger, Reporter(tracker, console, timeline, memory), profiles, Watch(guards, console))
         trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
         auction = config.threads == "auction"
         allocators = [recovery.go_on(lambda: make_allocator(run, directory.auction))] if auction else []

@@ -32,6 +32,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests measure of a busy machine must not stay; models are the user's."""
+    models, home = sources.cache_home() / "models", tmp_path_factory.mktemp("home")
+    models.mkdir(parents=True, exist_ok=True)
+    (home / "models").symlink_to(models)
+    os.environ["HYBRIDFLOW_HOME"] = str(home)
+
+
 class Outcome(NamedTuple):
     code: int
     out: str

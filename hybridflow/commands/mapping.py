@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.build_mapping import mapping_of, task_graph, written
+from hybridflow.build_profile import base_if_any, profiled, with_own_seconds
 from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, tables, verdict
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError, UserError
 from hybridflow.core.files import write_whole
 from hybridflow.planner.baselines import baselines
 from hybridflow.planner.calibrate import efficiency_of
-from hybridflow.planner.cluster import Cluster
+from hybridflow.planner.cluster import HERE, Cluster
 from hybridflow.planner.cost import CostModel
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.mapping import Schedule
+from hybridflow.planner.profile_base import ProfileBase
 from hybridflow.planner.search import Objective, Result, pool_seconds, search, step_seconds
 from hybridflow.planner.simulate import simulate
 from hybridflow.planner.sizes import find_model
@@ -93,7 +95,15 @@ def problem_of(request: Request, load: Load = load) -> Problem:
         prompt, response, deviation = lengths
         most = float(config.generation.max_new_tokens)
         graph = graph.with_lengths(prompt, response, deviation, most if deviation and most > response else 0.0)
+    if base := _profiles(request):
+        graph = with_own_seconds(graph, profiled(config, graph, base, {}, 1))
     return Problem(request, config, graph)
+
+
+def _profiles(request: Request) -> ProfileBase | None:
+    """Of this machine, if that is what is planned for."""
+    here = all(machine.device.name == HERE for _, machine in request.cluster.machines)
+    return base_if_any() if here else None
 
 
 LENGTHS = "PROMPT+RESPONSE in tokens, like 1024+512, or 1024+512~200 if responses vary by that standard deviation"
@@ -139,6 +149,31 @@ def _text(problem: Problem, picked: Picked) -> Iterator[str]:
         yield ""
         yield f"{told.title}. {told.note}"
         yield from aligned(told.rows, told.right)
+    yield from _as_profiled(problem, picked)
+
+
+def _as_profiled(problem: Problem, picked: Picked) -> Iterator[str]:
+    """What was measured of these tasks here, where they are not cut."""
+    base, models = _profiles(problem.request), {role.name for role in problem.graph.roles}
+    if base is None or problem.request.model is not None:
+        return
+    strategies = picked.mapping.strategies
+    whole = {name: one.dp for name, one in strategies.items() if one.pp == one.tp == 1}
+    threads = max(1, base.cores // sum(pool.devices for pool in picked.mapping.pools))
+    known = profiled(problem.config, problem.graph, base, whole, threads)
+    tasks = [task for task in problem.graph.tasks if task.name in known and (task.role in whole or task.role not in models)]
+    if not tasks:
+        return
+    yield ""
+    yield "Profiled. Seconds by what was measured here, nine of ten within. The plan is by the cost model, but for"
+    yield "tasks without a model, which have these seconds there."
+    header = ("task", "cost model", "profiled", "within")
+    rows = [header]
+    for task in tasks:
+        model = f"{picked.estimates[task.name].seconds:.3f}" if task.role in models else ""
+        low, high = (task.times * end for end in known[task.name].interval)
+        rows.append((task.name, model, f"{task.times * known[task.name].seconds:.3f}", f"{low:.3f} - {high:.3f}"))
+    yield from aligned(rows, right=header[1:])
 
 
 def _as_it_stands(problem: Problem, picked: Picked) -> Iterator[str]:

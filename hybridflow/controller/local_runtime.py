@@ -6,13 +6,13 @@ it declared to write, one row for each row unless it makes its own, and every ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
+from hybridflow.core.effort import Meter
 from hybridflow.core.errors import ContractError
 from hybridflow.core.metrics import Metrics, Span
 from hybridflow.core.roles import Drained, Role, Verb, WorkerContext, is_control
@@ -23,9 +23,10 @@ W = TypeVar("W")
 
 
 class LocalRuntime(KeepsState):
-    """Builds workers in this process and calls them directly."""
+    """Builds workers in this process and calls them directly. ``meter``: of what calls take."""
 
     def __init__(self) -> None:
+        self.meter = Meter()
         self.roles: dict[str, Role[Any]] = {}
         self._workers: dict[str, Any] = {}
         self._contexts: dict[str, WorkerContext] = {}
@@ -73,9 +74,11 @@ class LocalRuntime(KeepsState):
         reads, writes = role.columns_of(verb, arguments)
         where = f"{role.name}.{name}"
         check_reads(where, reads, batch)
-        start = time.perf_counter()
-        new = getattr(self._workers[role.name], name)(batch.select(reads), *arguments)
-        self._spans.append(Span(where, verb.kind, start, time.perf_counter() - start))
+        seen = batch.select(reads)
+        with self.meter.call(where) as measured:
+            new = getattr(self._workers[role.name], name)(seen, *arguments)
+        effort = measured.effort(seen, new)
+        self._spans.append(Span(where, verb.kind, measured.start_s, measured.duration_s, effort=effort))
         metrics = self._contexts[role.name].metrics
         self._metrics.merge(metrics, prefix=f"{role.name}/")
         metrics.clear()

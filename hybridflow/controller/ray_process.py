@@ -8,7 +8,6 @@ that are never done: it takes in what later calls will ask for, and new weights,
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -32,11 +31,12 @@ from hybridflow.controller.cores import Share, stay
 from hybridflow.controller.manifest import Manifest, Output, describe, weights
 from hybridflow.controller.shelf import located
 from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, take
+from hybridflow.core.columns import Lazy, Loaded, Places, Ragged, num_bytes, take
+from hybridflow.core.effort import Meter
 from hybridflow.core.errors import ContractError, HybridFlowError, WorkerError
-from hybridflow.core.metrics import Metrics, Span
+from hybridflow.core.metrics import Effort, Metrics, Span
 from hybridflow.core.placement import Mesh, Rows
-from hybridflow.core.resident import MemoryMeter, resident_bytes
+from hybridflow.core.resident import resident_bytes
 from hybridflow.core.roles import HandsOver, MemoryPart, Offloadable, Role, Streaming, WorkerContext, verb_of
 from hybridflow.parallel.mesh import ProcessMesh
 
@@ -49,7 +49,6 @@ __all__ = [
     "Report",
     "Setup",
     "local_fetch",
-    "num_bytes",
     "ship",
     "unship",
 ]
@@ -157,14 +156,6 @@ def unship(stored: Shipped) -> Loaded:
     return Ragged(*stored) if isinstance(stored, tuple) else stored
 
 
-def num_bytes(column: Loaded) -> int:
-    """Bytes of the values; of text and other objects an estimate."""
-    array = column.values if isinstance(column, Ragged) else column
-    if array.dtype != object:
-        return array.nbytes
-    return len(array) * len(pickle.dumps(array[:8].tolist())) // max(1, min(8, len(array)))
-
-
 def local_fetch(reference: Any, rows: Rows) -> Loaded:
     """Rows of a column whose values are in this machine's object store, or come there as a whole."""
     stored = ray.get(reference) if isinstance(reference, ray.ObjectRef) else reference
@@ -191,7 +182,7 @@ class Process:
         self.moved: list[Span] = []
         self.busy, self.going = dict[int, str](), threading.Event()
         self.going.set()
-        self.memory = MemoryMeter()
+        self.meter = Meter()
 
     def listen(self) -> tuple[str, int]:
         """Rank 0 opens the store over which the pool's processes find each other, on a port that the system chooses."""
@@ -234,7 +225,7 @@ class Process:
         role has no use for join in making its groups."""
         with self._working(f"{role.name}: start"):
             if not self.roles:
-                self.memory = MemoryMeter()  # by now what roles import has been imported
+                self.meter = Meter()  # by now what roles import has been imported
             lines = ProcessMesh(widest, self.setup.rank, self.setup.patience, self.line_groups)
             if self.setup.rank < widest.size:
                 self._offload_others(role.name)
@@ -328,12 +319,14 @@ class Process:
         own = batch if verb.protocol.view else batch.rows(rows).load().freeze()
         clock.lap("transfer")
         with self._working(where, own):
-            new = getattr(worker, call.verb)(own, *call.arguments)
+            with self.meter.call(where) as measured:
+                new = getattr(worker, call.verb)(own, *call.arguments)
             if set(new.columns) != set(call.writes):
                 raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(call.writes)}")
             if verb.rows == "same" and len(new) != len(own):
                 raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
-        clock.lap(verb.kind)
+        workers = len(verb.protocol.collect(mesh)) if not verb.protocol.view else mesh.dp
+        clock.lap(verb.kind, effort=measured.effort(own, new, workers, verb.protocol.view, sum(pulled.values())))
         me = self.setup.pool, self.setup.rank
         manifest = describe(new, rows if verb.rows == "same" else None, len(weighed), self.node, me)
         metrics = Metrics()
@@ -342,7 +335,7 @@ class Process:
         sizes = [num_bytes(new[name]) for name in call.writes]
         inlined = sum(size for size in sizes if size < RAY_INLINES)
         spans, self.moved = [*self.moved, *clock.spans], []
-        report = Report(metrics, spans, pulled, inlined, resident_bytes(), self.memory.grown)
+        report = Report(metrics, spans, pulled, inlined, resident_bytes(), self.meter.memory.grown)
         return report, manifest, *(ship(new[name]) for name in call.writes)
 
     def _make_room(self, role: str, method: str) -> int:
@@ -462,9 +455,9 @@ class _Clock:
         self.name, self.worker, self.last_s = name, worker, time.time()
         self.spans: list[Span] = []
 
-    def lap(self, kind: str, name: str = "") -> None:
+    def lap(self, kind: str, name: str = "", effort: Effort | None = None) -> None:
         now = time.time()
-        self.spans.append(Span(name or self.name, kind, self.last_s, now - self.last_s, self.worker))
+        self.spans.append(Span(name or self.name, kind, self.last_s, now - self.last_s, self.worker, effort))
         self.last_s = now
 
 

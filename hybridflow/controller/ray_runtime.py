@@ -40,7 +40,6 @@ from hybridflow.controller.ray_process import (
     Report,
     Setup,
     local_fetch,
-    num_bytes,
     ship,
     unship,
 )
@@ -48,7 +47,7 @@ from hybridflow.controller.ray_tasks import OpenTasks, Task
 from hybridflow.controller.recovery import NEVER, RecoveryConfig
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Held, Lazy, Loaded, Source
+from hybridflow.core.columns import Held, Lazy, Loaded, Source, num_bytes
 from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.files import Written
 from hybridflow.core.metrics import Metrics, Span

@@ -7,6 +7,7 @@ it is cut and joined without them, and whoever reads it waits and pulls the rows
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +19,21 @@ from hybridflow.core.errors import ContractError
 from hybridflow.core.placement import Rows
 from hybridflow.core.traced import Traced
 
-__all__ = ["Array", "Column", "Held", "Lazy", "Loaded", "Places", "Ragged", "Source", "assemble", "join", "objects", "take"]
+__all__ = [
+    "Array",
+    "Column",
+    "Held",
+    "Lazy",
+    "Loaded",
+    "Places",
+    "Ragged",
+    "Source",
+    "assemble",
+    "join",
+    "num_bytes",
+    "objects",
+    "take",
+]
 
 Array = NDArray[Any]
 LONG = 192
@@ -230,6 +245,14 @@ def take(column: Loaded, index: Rows) -> Loaded:
     if len(index) == len(column) and np.array_equal(index, np.arange(len(index))):
         return column
     return column.rows(index) if isinstance(column, Ragged) else column[index]
+
+
+def num_bytes(column: Loaded) -> int:
+    """Bytes of the values; of text and other objects an estimate."""
+    array = column.values if isinstance(column, Ragged) else column
+    if array.dtype != object:
+        return array.nbytes
+    return len(array) * len(pickle.dumps(array[:8].tolist())) // max(1, min(8, len(array)))
 
 
 def join(columns: Sequence[Loaded]) -> Loaded:

@@ -7,6 +7,8 @@
     │   ├── DataError        a prompt file, a task, an environment
     │   ├── RewardError      a reward function or what it returned
     │   ├── CheckpointError  a checkpoint or a run directory
+    │   ├── ProfileError     a base of task profiles: missing, damaged, of another machine
+    │   │   └── UnknownTaskError  a task that it has no measurements of
     │   └── ResourceError    memory or disk ran out: what to lower
     ├── ContractError        a program broke the contract of the dataflow (a column missing, undeclared, of the wrong shape)
     ├── NonFiniteError       a loss, gradient or reward is NaN or infinite
@@ -31,8 +33,10 @@ __all__ = [
     "LostWorkersError",
     "ModelError",
     "NonFiniteError",
+    "ProfileError",
     "ResourceError",
     "RewardError",
+    "UnknownTaskError",
     "UserError",
     "WorkerError",
 ]
@@ -75,6 +79,14 @@ class CheckpointError(UserError):
 
 class ResourceError(UserError):
     """Memory or disk ran out; the message says what to lower."""
+
+
+class ProfileError(UserError):
+    """A base of task profiles is missing, damaged, no such base, or of another machine."""
+
+
+class UnknownTaskError(ProfileError):
+    """A base has no measurements of a task."""
 
 
 class ContractError(HybridFlowError):

@@ -8,7 +8,29 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-__all__ = ["Metrics", "Span"]
+__all__ = ["Effort", "Metrics", "Span"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a call took of its process besides its time, and of how much.
+
+    ``cpu_s``: processor time of all its threads and child processes; ``gpu_s``: of kernels on its GPU, and ``flops``, are
+    measured on demand alone. ``memory_bytes``: the peak, above what was there before there were models. ``rows`` and
+    ``tokens`` (steps of environments, 0 where rows have no time axis): those of this worker, given or, if it draws, made.
+    ``workers`` shared the call's rows, with so many torch ``threads`` each. Bytes: of the columns that it read and wrote.
+    """
+
+    cpu_s: float
+    memory_bytes: int
+    rows: float
+    tokens: float
+    threads: int
+    workers: int = 1
+    read_bytes: int = 0
+    written_bytes: int = 0
+    gpu_s: float = 0.0
+    flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -16,7 +38,7 @@ class Span:
     """Something that ran: a verb of a role, or another activity; seconds of the driver's monotonic clock.
 
     ``worker``: "<pool>/<rank>" of the worker process, empty in the driver. There, a call is preceded by the spans "queue"
-    (waiting for its inputs) and "transfer" (pulling them) of the same name.
+    (waiting for its inputs) and "transfer" (pulling them) of the same name. ``effort``: of a call that was looked at.
     """
 
     name: str
@@ -24,6 +46,7 @@ class Span:
     start_s: float
     duration_s: float
     worker: str = ""
+    effort: Effort | None = None
 
 
 class Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 __all__ = ["MemoryMeter", "resident_bytes"]
 
 STATUS = Path("/proc/self/status")
+FORGET = Path("/proc/self/clear_refs")
+"""writing a 5 there sets the peak to what is resident"""
+_earlier = {"resident": 0, "gpu": 0}
+"""peaks of this process, before they were set back"""
 
 
 class MemoryMeter:
@@ -24,9 +29,27 @@ class MemoryMeter:
     def grown(self) -> int:
         """How far the peak of the resident memory is above what it was at first, in bytes; on a GPU, the peak of its
         tensors."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return int(torch.cuda.max_memory_allocated())
-        return max(0, peak_bytes() - self.before)
+        if _on_gpu():
+            return max(_earlier["gpu"], self.recent)
+        return max(0, _earlier["resident"] - self.before, self.recent)
+
+    @property
+    def recent(self) -> int:
+        """As ``grown``, since the last ``restart``, on systems that can tell; on others, since the program started."""
+        return int(torch.cuda.max_memory_allocated()) if _on_gpu() else max(0, peak_bytes() - self.before)
+
+    def restart(self) -> None:
+        """``recent`` counts from here on."""
+        if _on_gpu():
+            _earlier["gpu"] = max(_earlier["gpu"], int(torch.cuda.max_memory_allocated()))
+            torch.cuda.reset_peak_memory_stats()
+        elif os.access(FORGET, os.W_OK):
+            _earlier["resident"] = max(_earlier["resident"], peak_bytes())
+            FORGET.write_text("5")
+
+
+def _on_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def resident_bytes() -> int:
@@ -34,7 +57,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that was resident since the program started."""
+    """The most that was resident since the program started, or since a meter was restarted."""
     if STATUS.exists():  # getrusage would count what came before it in the same process
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
