@@ -33,7 +33,7 @@ TEXT = {"actor": {"fresh": {"hidden_size": 64}}, "data": {"task": "reverse"}, "g
 ENV = {"id": "CartPole-v1"}
 ONE = {**ENV, "num_envs": 1, "steps_per_rollout": 8}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "grpo, 100k parameters": (4, {"algorithm": "grpo", **TEXT, "train": {"prompts_per_step": 16, "group_size": 8}}),
+    "grpo, 100k parameters": (20, {"algorithm": "grpo", **TEXT, "train": {"prompts_per_step": 16, "group_size": 8}}),
     "ppo, CartPole": (
         8,
         {"algorithm": "ppo", "environment": ENV, "train": {"epochs": 4, "minibatches": 4}},

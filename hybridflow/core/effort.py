@@ -25,8 +25,8 @@ from hybridflow.core.traced import Traced
 __all__ = ["Measured", "Meter"]
 
 SHARE = 0.005
-SEARCH_S = 10.0
-"""how often child processes are looked for"""
+SEARCH_S, SEARCH_SHARE = 10.0, 0.001
+"""how often child processes are looked for, or more seldom: with thousands of processes that takes long"""
 
 
 class Look(NamedTuple):
@@ -47,7 +47,7 @@ class Meter:
         self.took: dict[str, float] = {}
         self.looking: dict[str, float] = {}
         self._children: list[psutil.Process] = []
-        self._searched_s = -SEARCH_S
+        self._search_s = 0.0
 
     def call(self, name: str) -> Measured:
         """A context for a call of this name."""
@@ -57,8 +57,9 @@ class Meter:
         return Look(time.process_time() + self._children_s(), self.memory.recent)
 
     def _children_s(self) -> float:
-        if (now := time.monotonic()) - self._searched_s > SEARCH_S:
-            self._searched_s, self._children = now, psutil.Process().children(recursive=True)
+        if (begun := time.monotonic()) >= self._search_s:
+            self._children = psutil.Process().children(recursive=True)
+            self._search_s = begun + max(SEARCH_S, (time.monotonic() - begun) / SEARCH_SHARE)
         total = 0.0
         for child in self._children:
             with contextlib.suppress(psutil.NoSuchProcess):
