@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 from ray._private import internal_api
-from ray_workers import Copy, Maker, Sleeper, role
+from ray_workers import Copy, Maker, Marker, Sleeper, role
 
 from hybridflow.controller.actor import LinkedActor
 from hybridflow.controller.cores import Share
@@ -38,7 +38,7 @@ class Pools(NamedTuple):
 def pools(ray_cluster: None) -> Iterator[Pools]:
     """``a`` and ``b`` on 3 and 2 processes, ``one`` on 1; a sleeper on each."""
     sizes = ResourcePool("three", (3,)), ResourcePool("two", (2,)), ResourcePool("one", (1,))
-    three, two = ("a", "s3", "learner"), ("b", "s2", "copy", "learner2", "copy2")
+    three, two = ("a", "s3", "learner", "looked"), ("b", "s2", "copy", "learner2", "copy2")
     homes = dict.fromkeys(three, "three") | dict.fromkeys(two, "two")
     runtime = RayRuntime(Placement(sizes, homes, "one"), address=None, threads=1, timeout_s=60, gpus=False)
     a, b, one = runtime.role(role("a", Maker)), runtime.role(role("b", Maker)), runtime.role(role("one", Maker))
@@ -147,6 +147,23 @@ def test_metrics_are_merged_in_the_order_of_ranks_whoever_is_first(pools: Pools)
         pools.runtime.drain()
         pools.a.add_in_order(ids(3), slow)
         assert pools.runtime.drain().metrics.values()["a/sum"] == sum((1e16, 1.0, -1e16)) * 1.0 == 0.0
+
+
+def test_the_second_call_of_a_verb_is_looked_at_in_every_process(pools: Pools) -> None:
+    """Each tells its own rows; of a view, its share."""
+    marker = pools.runtime.role(Role("looked", Marker))
+    batch = ids(8).with_columns(tokens=Ragged(np.zeros(16, np.int64), np.full(8, 2)))
+    for verb in (marker.dp, marker.view):
+        pools.runtime.drain()
+        for _ in range(2):
+            verb(batch)
+        spans = [span for span in pools.runtime.drain().spans if span.kind == "forward"]
+        efforts = [span.effort for span in spans if span.effort is not None]
+        assert len(spans) == 6 and len(efforts) == 3
+        assert sum(effort.rows for effort in efforts) == pytest.approx(8)
+        assert sum(effort.tokens for effort in efforts) == pytest.approx(16)
+        assert {(effort.workers, effort.threads) for effort in efforts} == {(3, 1)}
+        assert all(effort.memory_bytes > 0 and effort.written_bytes > 0 for effort in efforts)
 
 
 def test_stages_on_different_pools_run_side_by_side(pools: Pools) -> None:

@@ -67,7 +67,7 @@ def test_rows_tokens_and_bytes() -> None:
 
 def test_processor_time_is_that_of_all_threads_and_child_processes() -> None:
     meter = used()
-    burn = "import time\nwhile time.process_time() < 0.3: pass\ninput()"
+    burn = "import time\nwhile time.process_time() < 0.4: pass\ninput()"
     child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
     try:
         meter._search_s = 0.0
@@ -80,7 +80,7 @@ def test_processor_time_is_that_of_all_threads_and_child_processes() -> None:
         found = measured.effort(TEXT, TEXT)
     finally:
         child.communicate(b"\n")
-    assert found is not None and 0.3 < found.cpu_s < 0.3 + 0.1 + 0.3
+    assert found is not None and 0.1 + 0.3 - 0.03 < found.cpu_s < 0.1 + 0.4 + 0.4
 
 
 def test_a_peak_is_that_of_its_call_and_the_meter_of_a_run_keeps_the_largest() -> None:
