@@ -170,9 +170,9 @@ def _as_profiled(problem: Problem, picked: Picked) -> Iterator[str]:
     header = ("task", "cost model", "profiled", "within")
     rows = [header]
     for task in tasks:
-        model = f"{picked.estimates[task.name].seconds:.3f}" if task.role in models else ""
+        model = f"{picked.estimates[task.name].seconds:.3g}" if task.role in models else ""
         low, high = (task.times * end for end in known[task.name].interval)
-        rows.append((task.name, model, f"{task.times * known[task.name].seconds:.3f}", f"{low:.3f} - {high:.3f}"))
+        rows.append((task.name, model, f"{task.times * known[task.name].seconds:.3g}", f"{low:.3g} - {high:.3g}"))
     yield from aligned(rows, right=header[1:])
 
 

@@ -33,6 +33,8 @@ STEPS, ENOUGH_S = 2, 1.0
 """that are measured of each size with each number of threads: so many, or more if they are over sooner"""
 WARM_S = 20.0
 """in which learning begins"""
+LONG = 10**6
+"""steps of a run that is given up: what depends on how far it is is at its beginning"""
 SOURCE = "profile"
 Task = tuple[str, str, str]
 """verb, model, device"""
@@ -88,13 +90,13 @@ def _scaled(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _sizes(config: RunConfig, local: bool) -> Iterator[tuple[Size, RunConfig]]:
-    """Those sizes that differ and are possible; its own has to be."""
+    """Those sizes that differ and are possible; its own has to be, as it runs."""
     seen = list[RunConfig]()
     for size in SIZES:
         try:
             one = _with_size(config, size, local)
         except ConfigError:
-            if size == Size(1, 1):
+            if size == Size(1, 1) and local == (config.runtime.kind == "local"):
                 raise
             continue
         if one not in seen:
@@ -106,6 +108,7 @@ def _with_size(config: RunConfig, size: Size, local: bool) -> RunConfig:
     data = tomllib.loads(resolved(config))
     if local:
         data = {name: section for name, section in data.items() if name not in ("runtime", "placement", "recovery")}
+    data["train"]["steps"] = LONG
     environment, scaled = data.get("environment"), dict[tuple[str, str], float]()
     if environment is not None:
         scaled = {("environment", "num_envs"): size.rows}
