@@ -180,6 +180,7 @@ class Process:
         self.shelved: dict[str, Offloadable] = {}
         self.line_groups: dict[tuple[int, ...], Any] = {}
         self.moved: list[Span] = []
+        self.begun: set[str] = set()
         self.busy, self.going = dict[int, str](), threading.Event()
         self.going.set()
         self.meter = Meter()
@@ -263,6 +264,7 @@ class Process:
 
     def begin(self, call: Call, method: str) -> None:
         """A call that will come on the main lane: the worker's ``method`` may begin with its rows."""
+        self.begun.add(call.role)
         with self._working(f"{call.role}.{call.verb}: begin"):
             getattr(self.roles[call.role][1], method)(self._batch(call, {}).load())
 
@@ -325,8 +327,9 @@ class Process:
                 raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(call.writes)}")
             if verb.rows == "same" and len(new) != len(own):
                 raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
-        workers = len(verb.protocol.collect(mesh)) if not verb.protocol.view else mesh.dp
-        clock.lap(verb.kind, effort=measured.effort(own, new, workers, verb.protocol.view, sum(pulled.values())))
+        workers = mesh.dp if verb.protocol.view else len(verb.protocol.collect(mesh))
+        effort = measured.effort(own, new, workers, verb.protocol.view, sum(pulled.values()))
+        clock.lap(verb.kind, effort=None if call.role in self.begun else effort)  # of which some was done before
         me = self.setup.pool, self.setup.rank
         manifest = describe(new, rows if verb.rows == "same" else None, len(weighed), self.node, me)
         metrics = Metrics()
