@@ -36,7 +36,7 @@ from hybridflow.telemetry.graph_tables import aligned
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 
-TEXT = {"algorithm": "grpo", "kl": {"coef": 0.01}, "checkpoint": {"export": False}, "evaluation": {"limit": 2}}
+TEXT = {"algorithm": "grpo", "kl": {"coef": 0.01}, "evaluation": {"limit": 2}}
 RUNS: dict[str, dict[str, Any]] = {
     "5m": {
         **TEXT,
@@ -60,7 +60,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": "ppo",
         "environment": {"id": "Pendulum-v1", "num_envs": 8, "steps_per_rollout": 256},
         "train": {"epochs": 4, "minibatches": 4},
-        "checkpoint": {"export": False},
         "evaluation": {"limit": 1},
     },
 }

@@ -105,9 +105,8 @@ def _sizes(config: RunConfig, local: bool) -> Iterator[tuple[Size, RunConfig]]:
 
 
 def _with_size(config: RunConfig, size: Size, local: bool) -> RunConfig:
-    data = tomllib.loads(resolved(config))
-    if local:
-        data = {name: section for name, section in data.items() if name not in ("runtime", "placement", "recovery")}
+    left_out = {"schedule"} | ({"runtime", "placement", "recovery"} if local else set())  # calls by themselves
+    data = {name: section for name, section in tomllib.loads(resolved(config)).items() if name not in left_out}
     data["train"]["steps"] = LONG
     environment, scaled = data.get("environment"), dict[tuple[str, str], float]()
     if environment is not None:
