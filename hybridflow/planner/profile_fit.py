@@ -3,7 +3,7 @@
     seconds = call + a row + a token (+ a decode step)       once as if one thread did it, once divided by the threads: what
                                                              Amdahl's law says of each; and what workers side by side cost
 
-Errors count by their share of what was measured, and large ones no more than small ones (Huber 1964). What the samples
+Errors count by their share of what is predicted, and large ones no more than small ones (Huber 1964). What the samples
 don't tell apart is drawn to equal shares, with a spread that says so. The spread comes from predicting every size that was
 measured without its own samples, so it has what the terms can't express, too.
 """
@@ -30,7 +30,7 @@ PRIOR = 0.5
 """how much of a task's time a term may well be"""
 HUBER = 1.5
 """deviations, above which an error pulls no harder"""
-ROUNDS = 6
+ROUNDS = 10
 SECOND, BYTES = 1e-7, 1e5
 FAR = math.log(20.0)
 """of a spread, at most"""
@@ -189,15 +189,16 @@ class _Law:
         self._least, wanted = least, np.maximum(np.asarray(measured, float), least)
         shares = terms / wanted[:, None]
         self._seen = shares.any(axis=0)
-        self._scale = np.where(self._seen, shares.mean(axis=0), 1.0)
-        shares = shares / self._scale
-        self.deviation, pulls = NOISE, np.ones(len(wanted))
+        self._scale = np.array([np.median(column[column > 0]) if column.any() else 1.0 for column in shares.T])
+        self.deviation, pulls, about = NOISE, np.ones(len(wanted)), wanted
         for _ in range(ROUNDS):
-            pull = np.eye(shares.shape[1]) * (self.deviation / PRIOR) ** 2
-            weighted = shares * pulls[:, None]
-            gram = weighted.T @ shares + pull
-            found = _not_negative(gram, weighted.sum(axis=0))
-            off = np.abs(shares @ found - 1)
+            # Shares of what was predicted last: of what was measured, calls that were too fast would outweigh all others.
+            shares = terms / self._scale / about[:, None]
+            pulled = (shares * pulls[:, None]).T
+            gram = pulled @ shares + np.eye(len(self._scale)) * (self.deviation / PRIOR) ** 2
+            found = _not_negative(gram, pulled @ (wanted / about))
+            about = np.maximum(shares @ found * about, least)
+            off = np.abs(np.log(about / wanted))
             self.deviation = max(NOISE, 1.48 * float(np.median(off)))
             pulls = np.minimum(1.0, HUBER * self.deviation / np.maximum(off, 1e-12))
         self._covariance = self.deviation**2 * np.linalg.inv(gram)

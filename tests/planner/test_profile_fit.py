@@ -49,9 +49,9 @@ def test_sizes_and_threads_that_were_not_measured_are_predicted(rows: int, token
 
 def test_outliers_pull_no_harder_than_others() -> None:
     spoilt = samples()
-    for index in (0, 17, 30, 41):
+    for index, times in {0: 10, 17: 0.1, 30: 0.1, 41: 10, 52: 0.1}.items():
         one = spoilt[index]
-        spoilt[index] = sample(one.rows, one.tokens, one.threads, 10 * one.seconds)
+        spoilt[index] = sample(one.rows, one.tokens, one.threads, times * one.seconds)
     assert TaskFit(spoilt, CORES).predict(24, 1000, 2, 1).seconds == pytest.approx(law(24, 1000, 2), rel=0.1)
 
 
@@ -70,6 +70,14 @@ def test_the_spread_has_what_the_terms_cannot_express() -> None:
     grown = [sample(rows, tokens, 1, 1e-3 * rows**2) for rows, tokens in SIZES for _ in range(3)]
     assert TaskFit(grown, CORES).predict(16, 800, 1, 1).spread > 1.5
     assert TaskFit(samples(threads=(1,)), CORES).predict(16, 800, 1, 1).spread < 1.2
+
+
+def test_the_spread_has_how_far_off_sizes_are_that_were_left_out() -> None:
+    """Two sizes are met exactly, but neither would have been predicted by the other."""
+    two = [sample(rows, tokens, 1, seconds) for rows, tokens, seconds in ((8, 200, 1.0), (64, 1600, 1.1)) for _ in range(8)]
+    fit = TaskFit(two, CORES)
+    assert fit.predict(8, 200, 1, 1).seconds == pytest.approx(1.0, rel=0.02)
+    assert np.abs(fit.errors).min() > 0.5 and fit.predict(8, 200, 1, 1).spread > 2
 
 
 def test_a_decode_step_costs_besides_its_tokens() -> None:
