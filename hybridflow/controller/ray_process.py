@@ -327,7 +327,7 @@ class Process:
                 raise ContractError(f"{where} wrote {sorted(new.columns)}, but declares {sorted(call.writes)}")
             if verb.rows == "same" and len(new) != len(own):
                 raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
-        workers = mesh.dp if verb.protocol.view else len(verb.protocol.collect(mesh))
+        workers = call.mesh.dp if verb.protocol.view else len(verb.protocol.collect(call.mesh))
         effort = measured.effort(own, new, workers, verb.protocol.view, sum(pulled.values()))
         clock.lap(verb.kind, effort=None if call.role in self.begun else effort)  # of which some was done before
         me = self.setup.pool, self.setup.rank
