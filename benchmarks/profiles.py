@@ -5,7 +5,8 @@
 Each configuration is profiled (``hybridflow profile``: a quarter, half, once and twice its rows), in a base of its own.
 Then it is trained at 0.75 and 3 times its rows, with one thread and with all cores: sizes that nobody measured, the second
 beyond all that were. Every task that takes a hundredth of a step or more is a row: medians over its calls of measured
-seconds, of what the base says about a call of that size without this run, and of one by the other.
+seconds, of what is said about a call of that size from the profile alone, and of one by the other; "CPU-s off" is the same
+of processor seconds, which other work on the machine disturbs less.
 
     5m          GRPO, 5M parameters from random weights in float32, on "reverse"
     smollm2     GRPO, SmolLM2-135M in bfloat16, of which the upper half is trained, on "addition"
@@ -29,6 +30,7 @@ from typing import Any
 import psutil
 
 from hybridflow.build_profile import base_here
+from hybridflow.commands.profile import SOURCE
 from hybridflow.config import resolved, validate
 from hybridflow.models.sources import cache_home
 from hybridflow.planner.profile_base import ProfileBase, Sample
@@ -89,27 +91,29 @@ def measure(name: str, out: Path, steps: int) -> Iterator[tuple[str, ...]]:
             busy = psutil.cpu_percent(1.0) / 100 * (psutil.cpu_count() or 1)
             run, size = out / f"{name}-{times:g}-{threads}", round(times * data[section][last])
             command("train", file, "--run_dir", run, f"--{key}", size, "--threads", threads, "--train.steps", steps)
-            for task, (took, said, off, spread) in compared(run, steps).items():
-                shown = (f"{took:.4f}", f"{said:.4f}", f"{off - 1:+.0%}", f"{spread:.2f}", f"{busy:.1f}")
+            for task, (took, said, off, spread, cpu_off) in compared(run).items():
+                shown = (f"{took:.4f}", f"{said:.4f}", f"{off - 1:+.0%}", f"{spread:.2f}", f"{cpu_off - 1:+.0%}")
+                shown = (*shown, f"{busy:.1f}")
                 yield name, f"x {times:g}", str(threads), task, *shown
 
 
-def compared(run: Path, steps: int) -> dict[str, tuple[float, float, float, float]]:
-    """By task: medians of seconds, of what is predicted without this run, of one by the other, and of the spread."""
+def compared(run: Path) -> dict[str, tuple[float, ...]]:
+    """By task: medians of seconds, of what is predicted from the profile alone, of one by the other, of the spread, and of
+    predicted processor seconds by measured ones."""
     source, base = str(run.resolve()), base_here()
-    others, step_s = base.without(source), _step_s(run)
-    found = {}
+    known, step_s = [one for one in base.samples if one.source == SOURCE], _step_s(run)
+    profiled = ProfileBase(base.path, base.machine, known)  # of other runs here, some had this size
+    found = dict[str, tuple[float, ...]]()
     for verb in dict.fromkeys(one.verb for one in base.samples if one.source == source):
         mine = [one for one in base.samples if one.source == source and one.verb == verb]
         if sum(one.seconds for one in mine) > ENOUGH * step_s * len(mine):
-            guesses = [_guess(others, one) for one in mine]
+            guesses = [_guess(profiled, one) for one in mine]
             took = [one.seconds for one in mine]
-            ratios = [guess.seconds / seconds for guess, seconds in zip(guesses, took, strict=True)]
-            medians = map(
-                statistics.median, (took, [one.seconds for one in guesses], ratios, [one.spread for one in guesses])
-            )
-            found[verb] = tuple(medians)
-    return found  # type: ignore[return-value]
+            off = [guess.seconds / seconds for guess, seconds in zip(guesses, took, strict=True)]
+            cpu_off = [guess.cpu_seconds / max(one.cpu_s, 1e-6) for guess, one in zip(guesses, mine, strict=True)]
+            said, spread = [one.seconds for one in guesses], [one.spread for one in guesses]
+            found[verb] = tuple(map(statistics.median, (took, said, off, spread, cpu_off)))
+    return found
 
 
 def _guess(base: ProfileBase, one: Sample) -> Any:
@@ -133,12 +137,14 @@ def main() -> int:
     home.mkdir()
     (home / "models").symlink_to(models.resolve())
     os.environ["HYBRIDFLOW_HOME"] = str(home)
-    header = ("model", "rows", "threads", "task", "measured s", "predicted s", "off", "spread", "busy")
+    header = ("model", "rows", "threads", "task", "measured s", "predicted s", "off", "spread", "CPU-s off", "busy")
     rows = [row for name in RUNS if name.startswith(options.only) for row in measure(name, options.out, options.steps)]
     print("\n".join(aligned([header, *rows], right=header[4:])))
     for name in (*dict.fromkeys(row[0] for row in rows), ""):
-        errors = [abs(float(row[6].rstrip("%")) / 100) for row in rows if name in ("", row[0])]
-        print(f"{name or 'all'}: median error {statistics.median(errors):.0%}, worst {max(errors):.0%} of {len(errors)}")
+        mine = [row for row in rows if name in ("", row[0])]
+        errors, cpu = ([abs(float(row[place].rstrip("%")) / 100) for row in mine] for place in (6, 8))
+        told = f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%} of {len(errors)}"
+        print(f"{name or 'all'}: {told}; of processor seconds {statistics.median(cpu):.0%}, worst {max(cpu):.0%}")
     return int(statistics.median(errors) >= TARGET)
 
 
