@@ -23,6 +23,7 @@ from hybridflow.core.errors import UnknownTaskError, UserError
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.hardware import fingerprint
 from hybridflow.planner.profile_base import Prediction, ProfileBase, Sample, sample_of
+from hybridflow.rollout.reward_workers import default_workers
 from hybridflow.train import Step
 
 __all__ = [
@@ -122,7 +123,7 @@ def _without_model(config: RunConfig, role: str) -> tuple[str, Mapping[str, Any]
     own = list(config.evaluation.functions if role == "examiner" else section.functions)
     task = [] if config.data is None or own else [config.data.task or "prompts"]
     names = [Path(function.partition("?")[0]).name for function in own or task]
-    return " ".join(map(str, names)), {"role": role, "functions": own or task, "workers": config.reward.workers}
+    return " ".join(map(str, names)), {"role": role, "functions": own or task}
 
 
 # ------------------------------------------------------------------------------------------------------ what planners ask
@@ -131,9 +132,10 @@ def _without_model(config: RunConfig, role: str) -> tuple[str, Mapping[str, Any]
 def profiled(
     config: RunConfig, graph: TaskGraph, base: ProfileBase, workers: Mapping[str, int], threads: int
 ) -> dict[str, Prediction]:
-    """One call of each task, by name, that the base knows. ``workers``: of each role, 1 if it isn't named; ``threads`` of
-    each of them."""
+    """One call of each task, by name, that the base knows. ``workers``: of each role with a model, 1 if it isn't named;
+    ``threads`` of each of them."""
     roles, found = kept_roles(config), dict[str, Prediction]()
+    processes = config.reward.workers or default_workers()
     for task in graph.tasks:
         verb, (model, device) = task.name.partition(" ")[0], roles[task.role]
         with contextlib.suppress(UnknownTaskError):
@@ -142,7 +144,7 @@ def profiled(
                 rows=task.rows,
                 tokens=task.tokens,
                 threads=threads,
-                workers=workers.get(task.role, 1),
+                workers=workers.get(task.role, processes if task.kind == "reward" else 1),
                 device=device,
                 model=model,
             )

@@ -77,7 +77,7 @@ class LocalRuntime(KeepsState):
         seen = batch.select(reads)
         with self.meter.call(where) as measured:
             new = getattr(self._workers[role.name], name)(seen, *arguments)
-        effort = measured.effort(seen, new)
+        effort = measured.effort(seen, new, self._contexts[role.name].processes)
         self._spans.append(Span(where, verb.kind, measured.start_s, measured.duration_s, effort=effort))
         metrics = self._contexts[role.name].metrics
         self._metrics.merge(metrics, prefix=f"{role.name}/")

@@ -328,7 +328,7 @@ class Process:
             if verb.rows == "same" and len(new) != len(own):
                 raise ContractError(f"{where} returned {len(new)} rows, expected {len(own)}")
         workers = call.mesh.dp if verb.protocol.view else len(verb.protocol.collect(call.mesh))
-        effort = measured.effort(own, new, workers, verb.protocol.view, sum(pulled.values()))
+        effort = measured.effort(own, new, context.processes, workers, verb.protocol.view, sum(pulled.values()))
         clock.lap(verb.kind, effort=None if call.role in self.begun else effort)  # of which some was done before
         me = self.setup.pool, self.setup.rank
         manifest = describe(new, rows if verb.rows == "same" else None, len(weighed), self.node, me)

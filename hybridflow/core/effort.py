@@ -112,20 +112,27 @@ class Measured:
         self._kernels = self._counting.enter_context(profile(activities=[ProfilerActivity.CUDA])) if gpu else None
 
     def effort(
-        self, read: Batch, new: Batch, workers: int = 1, view: bool = False, pulled_bytes: int | None = None
+        self,
+        read: Batch,
+        new: Batch,
+        processes: int = 1,
+        workers: int = 1,
+        view: bool = False,
+        pulled_bytes: int | None = None,
     ) -> Effort | None:
         """None: it wasn't looked at. ``read``, ``new``: what this worker was given and made; ``view``: it was shown all
-        rows, of which it has a share. ``pulled_bytes``: what of it came from elsewhere, where that is known."""
+        rows, of which it has a share; ``processes``: its children, if they are workers, too. ``pulled_bytes``: what of it
+        came from elsewhere, where that is known."""
         if self._before is None:
             return None
-        begun, share = time.perf_counter(), 1 / workers if view else 1.0
+        begun, share = time.perf_counter(), 1 / (processes * (workers if view else 1))
         found = Effort(
-            cpu_s=max(0.0, self._after.cpu_s - self._before.cpu_s),
+            cpu_s=max(0.0, self._after.cpu_s - self._before.cpu_s) / processes,
             memory_bytes=self._after.memory_bytes,
             rows=share * len(read),
             tokens=share * max(_tokens(read), _tokens(new)),
             threads=torch.get_num_threads(),
-            workers=workers,
+            workers=workers * processes,
             read_bytes=_bytes(read) if pulled_bytes is None else pulled_bytes,
             written_bytes=_bytes(new),
             gpu_s=self._gpu_s(),

@@ -18,7 +18,8 @@ class Effort:
     ``cpu_s``: processor time of all its threads and child processes; ``gpu_s``: of kernels on its GPU, and ``flops``, are
     measured on demand alone. ``memory_bytes``: the peak, above what was there before there were models. ``rows`` and
     ``tokens`` (steps of environments, 0 where rows have no time axis): those of this worker, given or, if it draws, made.
-    ``workers`` shared the call's rows, with so many torch ``threads`` each. Bytes: of the columns that it read and wrote.
+    ``workers`` shared the call's rows, with so many torch ``threads`` each; processes of reward functions are
+    workers, too, of which each has its share. Bytes: of the columns that were read and written.
     """
 
     cpu_s: float

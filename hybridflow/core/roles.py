@@ -165,7 +165,8 @@ class WorkerContext:
 
     ``rank`` in ``mesh``: who it is among the workers of its role. ``reduce`` sums a contiguous tensor over the
     data-parallel blocks, in place; None where there is one. ``going`` is cleared while the driver has paused the worker.
-    ``lines``: the ``ProcessMesh`` of the worker, None where it is alone.
+    ``lines``: the ``ProcessMesh`` of the worker, None where it is alone. ``processes``: child processes that have shared
+    out the rows of the last call, or this one.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -174,6 +175,7 @@ class WorkerContext:
     reduce: Callable[[Tensor], Any] | None = None
     going: Event | None = None
     lines: Any = None
+    processes: int = 1
 
     @property
     def block(self) -> int:

@@ -24,7 +24,7 @@ from hybridflow.core.errors import RewardError
 from hybridflow.rollout.reward_outcomes import Failures, Outcome, outcome
 from hybridflow.rollout.reward_process import Signature
 
-__all__ = ["RewardWorkers"]
+__all__ = ["RewardWorkers", "default_workers"]
 
 _LOAD_TIMEOUT_S = 300.0  # a function's module may import a model
 _SECRET = re.compile(
@@ -33,6 +33,11 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _CHUNK = 32  # calls on their way to one process: enough to hide the round trip, few enough to share the work evenly
+
+
+def default_workers() -> int:
+    """Processes that call reward functions, if nobody says how many."""
+    return min(4, os.cpu_count() or 1)
 
 
 class RewardWorkers:
@@ -56,7 +61,7 @@ class RewardWorkers:
     ) -> None:
         self.functions = tuple(functions)
         self.timeout_s, self.retries = timeout_s, retries
-        number = workers or min(4, os.cpu_count() or 1)
+        number = workers or default_workers()
         self._surroundings = _Surroundings(
             Path.cwd(),
             {name: value for name, value in os.environ.items() if name in given or not _SECRET.search(name)},

@@ -45,6 +45,7 @@ class RewardScorer:
         failed = np.array([result.score is None for result in results], bool)
         scores = np.array([0.0 if result.score is None else result.score for result in results], np.float32)
         self._observe(results, failed, scores)
+        self.context.processes = max(1, self.pool.num_workers)
         return Batch({"scores": scores, "score_failed": failed}, len(batch))
 
     def _observe(self, results: list[RewardResult], failed: np.ndarray, scores: np.ndarray) -> None:

@@ -19,6 +19,7 @@ from hybridflow.commands import profile
 from hybridflow.config import load_config, validate
 from hybridflow.planner.hardware import Probe, fingerprint, save_probe
 from hybridflow.planner.profile_base import ProfileBase
+from hybridflow.rollout.reward_workers import default_workers
 
 Program = Callable[..., Outcome]
 TASKS = {"sampler.rollout", "reward.score", "estimator.compute", "actor.update"}
@@ -83,6 +84,7 @@ def test_a_configuration_is_profiled_at_several_sizes_and_shown(hybridflow: Prog
     tasks = {task["task"]: task for task in shown["tasks"]}
     assert {*tasks} == TASKS and shown["file"] == str(base_path())
     update, rollout = tasks["actor.update"], tasks["sampler.rollout"]
+    assert tasks["reward.score"]["workers"] == [default_workers()] and update["workers"] == [1]
     assert update["rows"] == [4, 32] and update["threads"] == profile._threads()
     assert rollout["tokens"][0] < rollout["tokens"][1] and rollout["model"].startswith("llama 2x32 #")
     assert 4 < update["flops_per_token"] / (2 * 12 * 32**2) < 8 and tasks["reward.score"]["flops_per_token"] == 0
@@ -158,7 +160,7 @@ def test_comparing_a_run_uses_what_others_measured(hybridflow: Program, there: K
     assert own["predicted_s"] == own["measured_s"] != own["profiled_s"]
     assert found["profiled_s"] == pytest.approx(sum(task["profiled_s"] for task in found["tasks"]), rel=0.01)
     others = base_here().without(str(run))
-    guess = others.predict("reward.score", rows=16, tokens=0).seconds
+    guess = others.predict("reward.score", rows=16, tokens=0, workers=default_workers()).seconds
     assert own["profiled_s"] == pytest.approx(guess, rel=1e-6)
     base_path().unlink()
     alone = hybridflow("plan", run, "--compare")

@@ -35,7 +35,7 @@ def test_the_first_call_is_not_looked_at_and_the_second_is() -> None:
             time.sleep(0.01)
         found.append(measured.effort(TEXT, TEXT))
     assert found[0] is None and found[1] is not None
-    assert measured.duration_s == pytest.approx(0.01, rel=0.5) and measured.start_s < time.perf_counter()
+    assert 0.01 <= measured.duration_s <= time.perf_counter() - measured.start_s
 
 
 def test_looks_take_no_more_than_their_share_of_the_time() -> None:
@@ -61,6 +61,8 @@ def test_rows_tokens_and_bytes() -> None:
     assert (found.read_bytes, found.written_bytes) == (16, 24 + 6 * 8)
     shared = measured.effort(TEXT, slots, workers=2, view=True, pulled_bytes=7)
     assert shared is not None and (shared.rows, shared.tokens, shared.workers, shared.read_bytes) == (1.5, 3, 2, 7)
+    children = measured.effort(TEXT, slots, processes=3)
+    assert children is not None and (children.rows, children.tokens, children.workers) == (1, 2, 3)
     words = measured.effort(Batch({"response": objects(["a", "b"])}), slots)
     assert words is not None and words.tokens == 0 and words.threads == torch.get_num_threads()
 
