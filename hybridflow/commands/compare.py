@@ -73,7 +73,7 @@ def _profiles(found: Measured, seen: Observation, run: Path) -> dict[str, Predic
     if base is None:
         return {}
     own = sum(pool.size for pool in config.placed.pools) if config.runtime.kind == "ray" else 0
-    threads = config.threads or (max(1, base.cores // own) if own else torch.get_num_threads())
+    threads = config.num_threads or (max(1, base.cores // own) if own else torch.get_num_threads())
     return profiled(config, seen.graph, base.without(str(run.resolve())), run_workers(config), threads)
 
 

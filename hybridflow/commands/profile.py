@@ -107,7 +107,7 @@ def _sizes(config: RunConfig, local: bool) -> Iterator[tuple[Size, RunConfig]]:
 def _with_size(config: RunConfig, size: Size, local: bool) -> RunConfig:
     left_out = {"schedule"} | ({"runtime", "placement", "recovery"} if local else set())  # calls by themselves
     data = {name: section for name, section in tomllib.loads(resolved(config)).items() if name not in left_out}
-    data["train"]["steps"] = LONG
+    data["train"]["steps"], data["threads"] = LONG, config.num_threads
     environment, scaled = data.get("environment"), dict[tuple[str, str], float]()
     if environment is not None:
         scaled = {("environment", "num_envs"): size.rows}
