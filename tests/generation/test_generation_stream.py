@@ -90,6 +90,8 @@ def test_new_weights_come_at_the_next_token_or_when_all_responses_have_ended(par
             served.set()
             if partial:
                 assert changed.wait(20)
+            else:
+                time.sleep(0.02)
 
     stream.breathe = breathe
     stream.begin(requests(1, 2))
@@ -98,9 +100,12 @@ def test_new_weights_come_at_the_next_token_or_when_all_responses_have_ended(par
     assert served.wait(20)
     stream.close()
     assert partial or not stream.engine.num_in_flight
+    steps = stream.engine.num_steps
+    changed.set()
+    time.sleep(0.05)
+    assert stream.engine.num_steps == steps, "no token while weights change"
     weights.change()
     stream.open()
-    changed.set()
     stream.begin(requests(8))
     main.join(20)
     later = stream.take([8])
@@ -126,5 +131,5 @@ def test_what_is_forgotten_leaves_nothing_behind() -> None:
     stream.close()
     stream.abandon()
     assert not stream.engine.num_in_flight
-    stream.begin(requests(2))
-    assert same(stream.take([2]), alone(weights.decoder, 2))
+    stream.begin(requests(2, 3))
+    assert same(stream.take([2, 3]), alone(weights.decoder, 2, 3))
