@@ -22,6 +22,11 @@ from hybridflow.core.placement import ResourcePool
 __all__ = ["WorkerGroup", "connect", "homes", "reserve", "shares"]
 
 RESERVE_S = 10  # Ray cuts it to whole seconds
+FEW_RECORDS = {
+    "RAY_task_events_max_num_task_in_gcs": "1000",
+    "RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs": "1000",
+}
+"""of tasks that are done: Ray keeps a hundred times as many for its dashboard, which isn't started"""
 ENVIRONMENT = {"RAY_max_direct_call_object_size": str(RAY_INLINES)}
 WORKER = "HYBRIDFLOW_WORKER"
 """in a worker's environment, for those who look at it from outside: pool/rank"""
@@ -52,6 +57,8 @@ def connect(address: str | None, slots: int) -> bool:
                 told = str(error).strip().splitlines()[0]
                 raise UserError(f"runtime.address = {address!r}: no Ray cluster answers there ({told}); {hint}") from None
             return True
+        for name, value in FEW_RECORDS.items():
+            os.environ.setdefault(name, value)
         local = {"num_cpus": slots, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         ray.init(address="local", **local, **quiet)
     return True

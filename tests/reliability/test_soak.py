@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 
 STEPS, EVERY, MARGIN_MB = 200, 10, 12.0
+SPARE = {"handles": 2, "threads": 2, "objects": 0}
+"""gRPC's pool, below Ray, has one or two threads more now and then; what leaks does so with each step or checkpoint"""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +33,9 @@ def test_nothing_grows(bench: ModuleType, tmp_path: Path, kind: str) -> None:
     workers = [use for use in uses if "Process" in use.name or use.name == "driver"]
     assert len(workers) == (1 if kind == "local" else 3), [use.name for use in uses]
     for use in workers:
-        for what in ("handles", "threads", "objects"):
+        for what, spare in SPARE.items():
             if values := getattr(use, what):
                 first, second = bench.halves(values)
-                assert max(second) <= max(first), f"{what} of {use.name} grow: {values}"
+                assert max(second) <= max(first) + spare * (kind == "ray"), f"{what} of {use.name} grow: {values}"
         first, second = (statistics.median(half) for half in bench.halves(use.rss_mb))
         assert second - first < MARGIN_MB, f"memory of {use.name} grows: {use.rss_mb}"
