@@ -34,7 +34,7 @@ from hybridflow.core.roles import Kind, Role
 from hybridflow.core.toml_edit import edit_toml
 from hybridflow.planner.cluster import Cluster, Machine
 from hybridflow.planner.graph import Edge, ModelRole, Task, TaskGraph
-from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Schedule, Strategy
+from hybridflow.planner.mapping import OURS, DeviceMapping, Pool, Strategy
 from hybridflow.planner.sizes import ModelSize
 from hybridflow.workers.parts import WHOLE
 
@@ -164,8 +164,8 @@ def mapping_of(config: RunConfig, cluster: Cluster, graph: TaskGraph | None = No
     there = {pool.name: tuple(name for name in names if placed.pool_of(name) == pool) for pool in placed.pools}
     machines = _machines([pool for pool in placed.pools if there[pool.name]], cluster)
     pools = tuple(Pool(pool.name, machine, pool.size, there[pool.name]) for pool, machine in machines)
-    schedule: Schedule = "async" if config.schedule.ahead else "sync"
-    return DeviceMapping(pools, {role.name: _strategy(config, role, graph) for role in graph.roles}, schedule)
+    ahead, strategies = config.schedule.ahead, {role.name: _strategy(config, role, graph) for role in graph.roles}
+    return DeviceMapping(pools, strategies, "async" if ahead else "sync", staleness=max(1, ahead))
 
 
 def _unknown(config: RunConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.telemetry.timeline import read_timeline
 
-__all__ = ["Recorded", "recorded", "recorded_lengths", "streamed"]
+__all__ = ["Recorded", "recorded", "recorded_lengths", "recorded_prompt", "streamed"]
 
 Array = NDArray[np.float64]
 ROLLOUT, STEP = "sampler.rollout", "time/step_s"
@@ -73,13 +73,24 @@ def recorded_lengths(path: Path) -> Lengths:
     sampled = tuple(float(one["tokens"]) for one in read_records(directory.samples) if "tokens" in one)
     if len(sampled) >= SAMPLES:
         return Lengths.of(sampled)
-    found = [one for one in read_records(directory.metrics) if "response_length/mean" in one]
-    if not found:
-        raise ConfigError([f"{path}: no lengths of responses in metrics.jsonl; expected a run that draws text"])
+    found = _drawn(directory)
     mean, deviation, longest = (
         np.array([float(one.get(f"response_length/{name}") or 0.0) for one in found]) for name in ("mean", "std", "max")
     )
     return Lengths(float(mean.mean()), float(np.sqrt((deviation**2).mean() + mean.var())), float(longest.max()))
+
+
+def recorded_prompt(path: Path) -> float:
+    """Mean tokens of a run's prompts. ConfigError: it drew no responses."""
+    return statistics.fmean(one["prompt_length/mean"] for one in _drawn(RunDirectory.open(path)))
+
+
+def _drawn(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Metrics of the steps in which responses were drawn."""
+    found = [one for one in read_records(directory.metrics) if "response_length/mean" in one]
+    if not found:
+        raise ConfigError([f"{directory.path}: no lengths of responses in metrics.jsonl; expected a run that draws text"])
+    return found
 
 
 def _engine(records: Sequence[Mapping[str, Any]], rows: float) -> Engine:

@@ -313,7 +313,8 @@ def _add_planning(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     given = plan.add_argument_group("with --cluster")
     given.add_argument("--model", metavar="NAME", help="plan as if every role had a model of this size, like llama-7b")
-    given.add_argument("--lengths", metavar="PROMPT+RESPONSE", help="mean tokens of a row; 1024+512~200: deviating by 200")
+    tokens = "mean tokens of a row; 1024+512~200: deviating by 200; or a run directory: as they were there"
+    given.add_argument("--lengths", metavar="PROMPT+RESPONSE", help=tokens)
     given.add_argument(
         "--schedule", choices=("sync", "async"), help="async: rollouts of the next step run beside learning; default: sync"
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hybridflow.build_mapping import mapping_of, task_graph, written
 from hybridflow.build_profile import base_if_any, profiled, with_own_seconds
+from hybridflow.build_stream import recorded_lengths, recorded_prompt
 from hybridflow.commands.mapping_tables import Picked, data, headline, lanes, tables, verdict
 from hybridflow.config import RunConfig, load_config
 from hybridflow.core.errors import ConfigError, UserError
@@ -20,6 +21,7 @@ from hybridflow.planner.calibrate import efficiency_of
 from hybridflow.planner.cluster import HERE, Cluster
 from hybridflow.planner.cost import CostModel
 from hybridflow.planner.graph import TaskGraph
+from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.mapping import Schedule
 from hybridflow.planner.profile_base import ProfileBase
 from hybridflow.planner.search import Objective, Result, pool_seconds, search, step_seconds
@@ -67,6 +69,8 @@ class Problem(NamedTuple):
     request: Request
     config: RunConfig
     graph: TaskGraph
+    lengths: Lengths | None = None
+    """of responses, as a run recorded them"""
 
     def solved(self) -> tuple[CostModel, Result]:
         """ConfigError: nothing fits."""
@@ -86,18 +90,20 @@ def load(source: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, TaskGraph
 
 def problem_of(request: Request, load: Load = load) -> Problem:
     """ConfigError: something of the request makes no sense."""
-    lengths = None if request.lengths is None else _lengths(request.lengths)
+    given = None if request.lengths is None else _lengths(request.lengths)
     size = None if request.model is None else find_model(request.model)
     config, graph = load(request.source, request.overrides)
     if size is not None:
         graph = graph.with_model(size)
-    if lengths is not None:
-        prompt, response, deviation = lengths
-        most = float(config.generation.max_new_tokens)
-        graph = graph.with_lengths(prompt, response, deviation, most if deviation and most > response else 0.0)
+    lengths = None
+    if given is not None:
+        prompt, lengths = given
+        most = lengths.longest or float(config.generation.max_new_tokens)
+        longest = most if lengths.deviation and most > lengths.mean else 0.0
+        graph = graph.with_lengths(prompt, lengths.mean, lengths.deviation, longest)
     if base := _profiles(request):
         graph = with_own_seconds(graph, profiled(config, graph, base, {}, 1))
-    return Problem(request, config, graph)
+    return Problem(request, config, graph, lengths if lengths and lengths.recorded else None)
 
 
 def _profiles(request: Request) -> ProfileBase | None:
@@ -106,11 +112,16 @@ def _profiles(request: Request) -> ProfileBase | None:
     return base_if_any() if here else None
 
 
-LENGTHS = "PROMPT+RESPONSE in tokens, like 1024+512, or 1024+512~200 if responses vary by that standard deviation"
+LENGTHS = (
+    "PROMPT+RESPONSE in tokens, like 1024+512, or 1024+512~200 if responses vary by that standard deviation, "
+    "or the directory of a run that drew some"
+)
 
 
-def _lengths(text: str) -> tuple[float, float, float]:
-    """ "1024+512~200" -> 1024, 512, 200: mean tokens of prompts and responses, and the deviation of these."""
+def _lengths(text: str) -> tuple[float, Lengths]:
+    """ "1024+512~200" -> mean tokens of prompts, and of responses 512, deviating by 200; or those of a run."""
+    if Path(text).is_dir():
+        return recorded_prompt(Path(text)), recorded_lengths(Path(text))
     number = r"(\d+(?:\.\d+)?)"
     found = re.fullmatch(rf"{number}\+{number}(?:~{number})?", text)
     if not found:
@@ -120,7 +131,7 @@ def _lengths(text: str) -> tuple[float, float, float]:
         raise ConfigError(
             [f"lengths {text!r}: {'prompts' if prompt < 1 else 'responses'} without a token; expected 1+1 or more"]
         )
-    return prompt, response, deviation
+    return prompt, Lengths(response, deviation)
 
 
 def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
@@ -132,7 +143,7 @@ def plan_mapping(request: Request, files: Files, as_json: bool) -> None:
     estimates = cost.estimates(mapping)
     drawn = any(role.weights_of for role in problem.graph.roles)
     systems = baselines(problem.graph, request.cluster, cost) if drawn else {}
-    simulation = simulate(problem.graph, mapping, estimates, STEPS)
+    simulation = simulate(problem.graph, mapping, estimates, STEPS, lengths=problem.lengths)
     picked = Picked(problem.graph, cost, result, mapping, estimates, simulation, systems)
     told = [*_write(problem, picked, files)]
     if as_json:

@@ -12,7 +12,7 @@ from hybridflow.reshard.plan import Strategy as Reshard
 __all__ = ["OURS", "DeviceMapping", "Pool", "Practice", "Schedule", "Strategy"]
 
 Schedule = Literal["sync", "async"]
-"""async: rollouts of the next step run beside learning, one step stale"""
+"""async: rollouts of the next steps run beside learning"""
 
 
 class Strategy(NamedTuple):
@@ -64,12 +64,13 @@ OURS = Practice()
 
 @dataclass(frozen=True)
 class DeviceMapping:
-    """``strategies`` by role."""
+    """``strategies`` by role. ``staleness``: of the schedule "async", how many steps' rollouts begin early."""
 
     pools: tuple[Pool, ...]
     strategies: Mapping[str, Strategy]
     schedule: Schedule = "sync"
     practice: Practice = OURS
+    staleness: int = 1
 
     def pool_of(self, role: str) -> Pool:
         return next(pool for pool in self.pools if role in pool.roles)

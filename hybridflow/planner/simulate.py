@@ -1,9 +1,9 @@
 """A device mapping at work: who runs, pulls and waits when, over several steps, as the spans that real runs write.
 
 A task starts when all that it reads is there and its pool is free. "sync": a step starts when the one before is done, for
-rollouts need its weights, and a pool takes its tasks stage by stage, in the order of the program. "async": when the one
-``staleness`` steps before that is, and a pool takes what is ready, of the oldest step first. Calls take whole steps; where
-they are groups of responses, see ``streaming``.
+rollouts need its weights, and a pool takes its tasks stage by stage, in the order of the program. "async": it starts
+``staleness`` steps earlier, and a pool takes what is ready, of the oldest step first. Calls take whole steps; where they
+are groups of responses, see ``streaming``.
 
 Replicas of a sampler draw responses of different lengths, so they end at different times, and the pool goes on when the
 slowest is done, which in the mean of many steps takes what was estimated.
@@ -69,12 +69,11 @@ def simulate(
     estimates: Mapping[str, Estimate],
     steps: int = 3,
     seed: int = 0,
-    staleness: int = 1,
     lengths: Lengths | None = None,
 ) -> Simulation:
     """``estimates`` of every task, by name. The same ``seed`` draws the same lengths of responses: by their tasks, or of
-    ``lengths``. ``staleness``: of an asynchronous mapping; a synchronous one has none."""
-    behind = 1 + (staleness if mapping.schedule == "async" else 0)
+    ``lengths``."""
+    behind = 1 + (mapping.staleness if mapping.schedule == "async" else 0)
     calls, turns = _Calls(graph, mapping, steps, behind), _turns(graph, mapping)
     slowness = {task.name: _slowness(task, mapping, steps, seed, lengths) for task in graph.tasks}
     told: list[list[Span]] = [[] for _ in range(steps)]

@@ -13,6 +13,8 @@ import pytest
 from conftest import CARTPOLE, REVERSE, Outcome, with_keys, written
 
 from hybridflow.config import load_config
+from hybridflow.telemetry.records import append_record
+from hybridflow.telemetry.rundir import RunDirectory
 from hybridflow.telemetry.timeline import read_timeline
 
 Program = Callable[..., Outcome]
@@ -44,6 +46,26 @@ def test_tables_and_json_say_the_same(hybridflow: Program, ppo: Path) -> None:
         assert f"{pool['devices']} a100-80g" in row and f"{pool['busy']:.0%}" in row
     for name in ("actor", "critic", "reference", "sampler"):
         assert any(line.split()[:3] == [name, plan["roles"][name]["pool"], "llama-7b"] for line in out.splitlines())
+
+
+def test_lengths_are_those_of_a_run(hybridflow: Program, ppo: Path, tmp_path: Path) -> None:
+    """In the mean; and what is played out draws them as they were recorded."""
+    (tmp_path / "other").mkdir()
+    run = RunDirectory.create(tmp_path / "other" / "run", "")
+    lengths = {"prompt_length/mean": 20.0, "response_length/mean": 40.0, "response_length/std": 60.0}
+    append_record(run.metrics, {"step": 1, **lengths, "response_length/max": 220.0})
+    arguments = (*CLUSTER, "--model", "llama-7b", "--lengths")
+    plan = told(hybridflow, ppo, *arguments, run.path)
+    assert plan["tokens"] == 16 * (20 + 40) and plan == told(hybridflow, ppo, *arguments, run.path)
+    for step in range(100):
+        append_record(run.samples, {"step": step, "tokens": 220 if step % 10 == 0 else 20})
+    timeline = tmp_path / "skewed.json"
+    again = told(hybridflow, ppo, *arguments, run.path, "--timeline", timeline)
+    assert again["tokens"] == 16 * (20 + 40)
+    drawn = {round(e["dur"]) for e in read_timeline(timeline) if e["ph"] == "X" and e["name"].startswith("sampler.rollout")}
+    assert len(drawn) <= 2, "with a response of 220 tokens among a step's, or without"
+    code, _, err = hybridflow("plan", ppo, *arguments, tmp_path / "other")
+    assert (code, err) == (2, f"error: {tmp_path / 'other'}: not a run directory, it has no config.toml\n")
 
 
 def test_a_step_is_the_sum_of_its_stages_and_memory_suffices(hybridflow: Program, ppo: Path) -> None:
