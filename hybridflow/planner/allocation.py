@@ -95,12 +95,11 @@ def even_split(bidders: Sequence[Bidder], capacity: Mapping[str, float]) -> Unit
     return _filled(bidders, capacity, dict.fromkeys((bidder.name for bidder in bidders), 1.0))
 
 
-def proportional_share(
-    bidders: Sequence[Bidder], capacity: Mapping[str, float], work: Mapping[str, float] | None = None
-) -> Units:
-    """Units in proportion to ``work``, in seconds of one unit a step; by default as the fewest units are said to take."""
-    given = {one.name: one.seconds[one.levels[0]] * max(one.levels[0], 1) for one in bidders} | dict(work or {})
-    return _filled(bidders, capacity, given)
+def proportional_share(bidders: Sequence[Bidder], capacity: Mapping[str, float]) -> Units:
+    """Units in proportion to work, in seconds of one unit a step: what the fewest units are said to take, times their
+    number."""
+    work = {one.name: one.seconds[one.levels[0]] * max(one.levels[0], 1) for one in bidders}
+    return _filled(bidders, capacity, work)
 
 
 def best_static(phases: Sequence[tuple[float, Sequence[Bidder]]], capacity: Mapping[str, float]) -> Units:

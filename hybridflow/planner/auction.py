@@ -160,14 +160,6 @@ class Auction:
         offers = (price.pays_s + price.saves_s, *price, self.budgets[name] * step_s)
         return Bid(name, bidder.runs_in, *has, *offers, limited)
 
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"units": self.units, "budgets": self.budgets, "paid": self._paid, "promised": self._promised}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.units, self.budgets, self._paid = state["units"], dict(state["budgets"]), dict(state["paid"])
-        self._promised = {name: (kept, without) for name, (kept, without) in state["promised"].items()}
-
 
 class _Market:
     """What the shortest steps are if somebody has so many units. Who is ``limited`` has what it has of an even split, and

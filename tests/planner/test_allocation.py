@@ -126,7 +126,6 @@ def test_splits_by_hand() -> None:
     bidders = [scaling("sim", 30), scaling("learn", 10), scaling("score", 0.5)]
     assert even_split(bidders, {"slots": 8}) == {"learn": 3, "score": 3, "sim": 2}
     assert proportional_share(bidders, {"slots": 8}) == {"sim": 5, "learn": 2, "score": 1}
-    assert proportional_share(bidders, {"slots": 8}, {"score": 90.0}) == {"sim": 2, "learn": 1, "score": 5}
     assert allocate(bidders, {"slots": 8}) == {"sim": 5, "learn": 2, "score": 1}
 
 

@@ -166,18 +166,6 @@ def test_what_can_t_hold_any_longer_is_replaced_whatever_that_costs(held: dict[s
     assert (result.before, result.before_s) == (held, None)
 
 
-def test_an_auction_goes_on_from_a_checkpoint() -> None:
-    bidders = [scaling("liar", 40), scaling("sim", 4)]
-    whole, first, second = Auction(SLOTS), Auction(SLOTS), Auction(SLOTS)
-    for step in range(3):
-        whole.round(step, bidders, 0.1, 40.0)
-        first.round(step, bidders, 0.1, 40.0)
-    second.load_state_dict(json.loads(to_json(first.state_dict())))
-    for step in range(3, 9):
-        one, other = (auction.round(step, bidders, 0.1, 40.0) for auction in (whole, second))
-        assert replace(one, solve_s=0.0) == replace(other, solve_s=0.0)
-
-
 def test_a_round_is_a_line_of_data() -> None:
     result = Auction(SLOTS, units={"sim": 4, "learn": 4}).round(30, [scaling("sim", 12), scaling("learn", 4)], 0.25, 3.1)
     found: dict[str, Any] = json.loads(to_json(result.record()))
