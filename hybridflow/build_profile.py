@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 FILE = "tasks.sqlite"
-KEEP_S = 10.0
+KEEP_S = 30.0
 """how often a run writes what it has measured"""
 SIZES = {"max_new_tokens", "num_envs", "steps_per_rollout", "workers"}
 

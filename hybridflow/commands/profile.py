@@ -60,8 +60,7 @@ def profile(source: Path, overrides: Sequence[str], as_json: bool) -> None:
         for how, steps in _measured(scaled, counted=number == 0):
             samples += _samples(scaled, [span for spans in steps for span in spans])
             if not as_json:
-                seconds = np.median([sum(span.duration_s for span in spans if not span.worker) for spans in steps])
-                print(f"{told}{how}: {seconds:.3f} s a step", flush=True)
+                print(f"{told}{how}: {np.median([*map(_seconds, steps)]):.3f} s a step", flush=True)
         ProfileBase.add(path, machine, samples)
         tasks |= {(sample.verb, sample.model, sample.device) for sample in samples}
     base = base_here()
@@ -142,9 +141,9 @@ def _measured(config: RunConfig, counted: bool) -> Iterator[tuple[str, list[Sequ
         gc.collect()
 
 
-def _counts(span: Span) -> bool:
-    """Of a pool, its first worker stands for all."""
-    return span.worker.rpartition("/")[2] in ("", "0")
+def _seconds(spans: Sequence[Span]) -> float:
+    """From the first call of a step to the end of the last."""
+    return max(span.start_s + span.duration_s for span in spans) - min(span.start_s for span in spans)
 
 
 def _threads() -> list[int]:

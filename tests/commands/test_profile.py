@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict
@@ -180,6 +181,22 @@ def test_plans_for_this_machine_show_profiles_and_take_what_they_cannot_know(hyb
     assert seconds[0]["actor.update"] == seconds[1]["actor.update"]
     assert "\nProfiled. " in out and "\nactor.update " in out.partition("\nProfiled. ")[2]
     assert "\nProfiled. " not in hybridflow("plan", there.config, "--cluster", "cpu:1x1").out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short", "ray_cluster")
+def test_workers_of_pools_are_profiled_after_one_process(
+    hybridflow: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "SIZES", (profile.Size(1, 1),))
+    config = written(tmp_path, with_keys(REVERSE, runtime__kind="ray", placement__pools={"main": 2}))
+    code, out, err = hybridflow("profile", config)
+    assert (code, err) == (0, "")
+    told = re.search(r"^on its pools, rows x 1: ([\d.]+) s a step$", out, re.MULTILINE)
+    assert told is not None and float(told[1]) > 0
+    tasks = {task["task"]: task for task in json.loads(hybridflow("profile", "show", "--json").out)["tasks"]}
+    assert {*tasks} == TASKS and tasks["actor.update"]["workers"] == tasks["sampler.rollout"]["workers"] == [1, 2]
+    assert tasks["sampler.rollout"]["rows"] == tasks["actor.update"]["rows"] == [8, 16]
 
 
 def test_mistakes_are_told_in_a_line(hybridflow: Program, tmp_path: Path) -> None:
