@@ -4,9 +4,9 @@
 
 "looked at" is what runs do: any call may be looked at, and what was found goes to a base of task profiles. "not": a meter
 that measures nothing but seconds. A round is some steps of each; medians over the rounds of the ratio of their
-processor time, with the quartiles, since one round is noisier than what is looked for. "looks" and
-"writes": their seconds, as shares of the steps'; these have less noise, but leave out what looks do to caches. The exit code
-is 1 if both together are above 1 %.
+processor time, with the quartiles, since one round is noisier than what is looked for. "looks": their
+seconds as a share of the steps', which has less noise but leaves out what looks do to caches. "writes": those of one write
+as a share of the time until the next. The exit code is 1 if both together are above 1 %.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hybridflow.build import Run, build
-from hybridflow.build_profile import ProfileKeeper
+from hybridflow.build_profile import KEEP_S, ProfileKeeper
 from hybridflow.config import validate
 from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.effort import SHARE
@@ -70,13 +70,13 @@ class Turns:
         begun = time.perf_counter()
         self.keeper(step)
         self.looks += sum(span.effort is not None for span in step.spans)
-        self.writing_s += time.perf_counter() - begun
+        self.meter.looking["keep"] = self.meter.looking.get("keep", 0.0) + time.perf_counter() - begun
 
     def write(self) -> None:
         """As at the end of a run."""
         begun = time.perf_counter()
         self.keeper.write()
-        self.writing_s += time.perf_counter() - begun
+        self.writing_s = time.perf_counter() - begun
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def main() -> int:
             turns.run.runtime.stop()
         low, middle, high = statistics.quantiles(ratios, n=4)
         turns.write()
-        shares = sum(turns.meter.looking.values()) / turns.took_s, turns.writing_s / turns.took_s
+        shares = sum(turns.meter.looking.values()) / turns.took_s, turns.writing_s / KEEP_S
         looks, over = turns.looks / turns.took_s, over or sum(shares) > 0.01
         print(
             f"{name:24}{middle:16.4f}{f'{low:.3f} - {high:.3f}':>18}{shares[0]:9.2%}{shares[1]:9.2%}{looks:9.1f}",
