@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_model
+from safetensors import SafetensorError
+from safetensors.torch import load, save_model
 from torch import Tensor, nn
 
 from hybridflow.core.errors import ModelError
@@ -33,11 +34,12 @@ def save_policy(network: nn.Module, version: int, path: Path) -> None:
 def read_policy(path: Path) -> Exported:
     """What ``save_policy`` wrote. ModelError: it isn't there, or is no such file."""
     try:
-        with safe_open(str(path), "pt") as file:
-            version = (file.metadata() or {}).get(VERSION, "")
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+        content = path.read_bytes()  # at once: safe_open opens the file twice, and it may be replaced in between
+        weights = load(content)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: can't be read: {error}; expected an exported policy") from None
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    version = (header.get("__metadata__") or {}).get(VERSION, "")
     if not version.isdecimal():
         raise ModelError(f"{path}: doesn't say its {VERSION}; expected a policy that this version of hybridflow exported")
     return Exported(weights, int(version))
