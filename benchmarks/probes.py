@@ -3,10 +3,10 @@
     python benchmarks/probes.py [--rounds 20]
 
 "looked at" is what runs do: any call may be looked at, and what was found goes to a base of task profiles. "not": a meter
-that measures nothing but seconds. A round is some steps of each; medians over the rounds of the ratio of their
-processor time, with the quartiles, since one round is noisier than what is looked for. "looks": their
-seconds as a share of the steps', which has less noise but leaves out what looks do to caches. "writes": those of one write
-as a share of the time until the next. The exit code is 1 if both together are above 1 %.
+that measures nothing but seconds. A round is some steps of each; medians over the rounds of the ratio of their processor
+time, with the quartiles, since one round is noisier than what is looked for. "looks": the seconds of looks and of keeping
+what they found, as a share of the steps', which has less noise but leaves out what looks do to caches. "writes": those of
+one write as a share of the time until the next. The exit code is 1 if both together are above 1 %.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Turns:
     def __init__(self, data: dict[str, Any], home: Path) -> None:
         self.run: Run = build(validate({**data, "run_dir": "run", "threads": 1}, "benchmark"))
         assert isinstance(self.run.runtime, LocalRuntime)
-        self.meter, self.writing_s, self.took_s, self.looks = self.run.runtime.meter, 0.0, 0.0, 0
+        self.meter, self.looks = self.run.runtime.meter, 0
+        self.keeping_s = self.writing_s = self.took_s = 0.0
         self.keeper = ProfileKeeper(self.run.config, home, print)
         ProfileBase.add(self.keeper.path, self.keeper.machine, [])  # made once in the life of a machine
 
@@ -69,8 +70,8 @@ class Turns:
     def keep(self, step: Step) -> None:
         begun = time.perf_counter()
         self.keeper(step)
+        self.keeping_s += time.perf_counter() - begun
         self.looks += sum(span.effort is not None for span in step.spans)
-        self.meter.looking["keep"] = self.meter.looking.get("keep", 0.0) + time.perf_counter() - begun
 
     def write(self) -> None:
         """As at the end of a run."""
@@ -98,7 +99,10 @@ def main() -> int:
             turns.run.runtime.stop()
         low, middle, high = statistics.quantiles(ratios, n=4)
         turns.write()
-        shares = sum(turns.meter.looking.values()) / turns.took_s, turns.writing_s / KEEP_S
+        looked = sum(turns.meter.looking.values()) / sum(
+            turns.meter.took.values()
+        )  # calls of all turns make room for looks
+        shares = looked + turns.keeping_s / turns.took_s, turns.writing_s / KEEP_S
         looks, over = turns.looks / turns.took_s, over or sum(shares) > 0.01
         print(
             f"{name:24}{middle:16.4f}{f'{low:.3f} - {high:.3f}':>18}{shares[0]:9.2%}{shares[1]:9.2%}{looks:9.1f}",

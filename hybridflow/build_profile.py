@@ -183,7 +183,7 @@ class ProfileKeeper:
         self._written_s, self._works = time.monotonic(), True
 
     def __call__(self, step: Step) -> None:
-        for span in step.spans:
+        for span in [span for span in step.spans if span.effort is not None]:  # few of them, where calls are short
             if (kept := self._roles.get(span.name.partition(".")[0])) and (sample := sample_of(span, *kept, self._source)):
                 self._samples.append(sample)
         if time.monotonic() - self._written_s > KEEP_S:

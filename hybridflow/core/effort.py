@@ -26,7 +26,7 @@ from hybridflow.core.traced import Traced
 
 __all__ = ["Measured", "Meter"]
 
-SHARE = 0.005
+SHARE = 0.003
 SEARCH_S, SEARCH_SHARE = 10.0, 0.001
 """how often child processes are looked for, or more seldom: with thousands of processes that takes long"""
 
