@@ -56,7 +56,8 @@ def test_an_example_runs_cut_by_its_mesh_lines_alone(
     config = load_config("examples" / path)
     run_dir = folder / "runs" / "cut" / path.with_suffix("")
     ray = ["--runtime.kind", "ray", "--runtime.timeout_s", 100, "--run_dir", run_dir]
-    pools = [] if config.placement.pools else ["--placement.pools.main", 2]
+    small = [name for name, size in (config.placement.pools or {"main": 1}).items() if size == 1]
+    pools = [word for name in small for word in (f"--placement.pools.{name}", 2)]
     cut = [(f"--{name}.mesh.tp", 2) for name in dict.fromkeys(map(section_of, config.model_sections))]
     outcome = hybridflow("train", "examples" / path, *ray, *pools, *(word for words in cut for word in words), *SMALL)
     assert outcome.code == 0, outcome.err
