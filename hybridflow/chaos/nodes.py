@@ -25,6 +25,7 @@ class Nodes:
         self.address = self._popen.stdout.readline().strip()
         if not self.address:
             raise WorkerError("chaos: Ray's nodes could not be started on this machine; see above")
+        self._seen = set[psutil.Process]()
 
     @property
     def pid(self) -> int:
@@ -34,6 +35,7 @@ class Nodes:
 
     def add(self) -> None:
         """Another one, which comes in a moment."""
+        self._look()
         self._popen.stdin.write("add\n")
         self._popen.stdin.flush()
 
@@ -41,6 +43,10 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        started = descendants(psutil.Process(self.pid))
+        self._look()
         self._popen.communicate()
-        kill_all(started)  # those that are stopped don't end with their node
+        kill_all([*self._seen])  # those that are stopped don't end with their node
+
+    def _look(self) -> None:
+        """What the nodes have started. A process whose parent dies later is nobody's descendant any more."""
+        self._seen.update(descendants(psutil.Process(self.pid)))
