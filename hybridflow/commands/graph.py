@@ -62,6 +62,9 @@ def _data(config: RunConfig, traced: Graph) -> dict[str, Any]:
 
 def _text(config: RunConfig, traced: Graph) -> Iterator[str]:
     yield _headline(config, traced)
+    if ahead := config.schedule.ahead:
+        steps = "one step" if ahead == 1 else f"{ahead} steps"
+        yield f'A rollout begins {steps} before its update, beside others (schedule.kind = "{config.schedule.kind}").'
     yield ""
     yield from aligned(role_table(traced), right=("parameters", "trained", *MEMORY))
     called = {call.role for call in traced.calls}

@@ -25,6 +25,17 @@ def ppo(tmp_path: Path, tiny_model: Path) -> Path:
     return written(tmp_path, with_keys(REVERSE, algorithm="ppo", kl__coef=0.1, actor=actor, train__group_size=2))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [("one_step_off", "begins one step before"), ("async", "begins 2 steps before"), ("sync", "")],
+)
+def test_rollouts_that_begin_early_are_told(hybridflow: Program, tmp_path: Path, schedule: str, told: str) -> None:
+    stale = {"max_staleness": 2} if schedule == "async" else {}
+    code, out, err = hybridflow("graph", written(tmp_path, with_keys(REVERSE, schedule={"kind": schedule, **stale})))
+    assert (code, err) == (0, "")
+    assert told in out and ("A rollout begins" in out) == bool(told)
+
+
 def test_it_says_who_runs_where_and_what_passes_without_loading_a_model(hybridflow: Program, ppo: Path) -> None:
     code, out, err = hybridflow("graph", ppo, "--device", "cpu")
     assert (code, err) == (0, "")
