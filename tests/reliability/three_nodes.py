@@ -3,12 +3,14 @@ as JSON. ``python three_nodes.py CONFIG``"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from worker_faults import spied
@@ -36,7 +38,12 @@ def main(config: Path) -> None:
             before.extend(runtime.nodes())
             sockets = {node["NodeID"]: node["ObjectStoreSocketName"] for node in ray.nodes()}
             lost = next(node for node in nodes if node.plasma_store_socket_name == sockets[before[1]])
+            (raylet,) = lost.all_processes["raylet"]
+            workers = psutil.Process(raylet.process.pid).children(recursive=True)
             cluster.remove_node(lost, allow_graceful=False)
+            for worker in workers:  # they outlive their raylet by a second or more, in which the run could end
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
 
     after: list[str] = []
     ended = RayRuntime.stop
