@@ -105,7 +105,9 @@ CASES = {
     "ray environments": Case({**CARTPOLE, **TOGETHER}, (*WORKERS, "kill-driver", "kill-everything"), 8, steps=150),
     "ray asynchronous": Case(ASYNC, ("kill-worker", "kill-pool", "kill-driver", "pause-worker"), 4, steps=150),
     "local, 30,000 samples": Case(MANY, ("kill-driver", "kill-driver-saving", *REWARDS, "terminate-driver"), 5),
-    "three nodes, learning": Case({**REVERSE, **SPREAD}, (*NODES, "kill-worker", "kill-pool", "kill-driver"), 8, nodes=3),
+    "three nodes, learning": Case(
+        {**REVERSE, **SPREAD}, (*NODES, "kill-worker", "kill-pool", "kill-driver"), 8, steps=300, nodes=3
+    ),
     "three nodes, environments": Case(
         {**CARTPOLE, **SPREAD}, (*NODES, "stop-worker", "slow-worker"), 6, steps=300, nodes=3
     ),
@@ -138,9 +140,10 @@ def table(faults: list[dict[str, Any]]) -> Iterator[str]:
     for kind in dict.fromkeys(fault["kind"] for fault in faults):
         of_kind = [fault for fault in faults if fault["kind"] == kind]
         seen = [fault["detect_s"] for fault in of_kind if fault["detect_s"] is not None]
-        gone_on = [fault["recover_s"] for fault in of_kind]
+        gone_on = [fault["recover_s"] for fault in of_kind if fault["recover_s"] is not None]
         yield f"| {kind} | {len(of_kind)} | {_times(seen)} | {_times(gone_on)} |"
-    yield f"| all | {len(faults)} | | {_times([fault['recover_s'] for fault in faults])} |"
+    gone_on = [fault["recover_s"] for fault in faults if fault["recover_s"] is not None]
+    yield f"| all | {len(faults)}, {len(gone_on)} recovered from | | {_times(gone_on)} |"
 
 
 def _times(seconds: list[float]) -> str:

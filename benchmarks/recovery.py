@@ -1,7 +1,7 @@
-"""How long a run on Ray takes to see that workers are lost and to go on, and what its snapshots cost while nobody is.
+"""How long a run on Ray takes to see that workers are lost and to go on, and what that costs while nobody is.
 
     python benchmarks/recovery.py                 a table: fault, times from the fault on, steps done again
-    python benchmarks/recovery.py --cost          the share of snapshots in the time of a run
+    python benchmarks/recovery.py --cost          shares of snapshots, ledger, guards and health checks in a run's time
 
 Both print tables of docs/reliability.md. Every fault strikes ``--repeats`` times, in one run. The weights at the end are
 compared with those of a run without faults.
@@ -17,7 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +30,11 @@ import torch
 from hybridflow import checkpoint
 from hybridflow.config import load_config
 from hybridflow.controller.ray_group import connect
+from hybridflow.controller.ray_watch import Watch
 from hybridflow.launch import train
+from hybridflow.ledger import Ledger
 from hybridflow.recovery import Recovery
+from hybridflow.telemetry.guards import Guards
 from hybridflow.workers.checkpoint import PieceReader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "reliability"))
@@ -83,24 +88,43 @@ def faults(folder: Path, repeats: int) -> None:
         print(f"| {name} | {times} | {again} | {'yes' if same else 'NO'} |", flush=True)
 
 
+PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+    "snapshots": ((Recovery, "__call__"),),
+    "ledger": tuple((Ledger, name) for name in ("issued", "made", "learned", "write", "__call__")),
+    "guards": ((Guards, "look"),),
+    "health checks": ((Watch, "look"),),
+}
+"""what the driver calls in the loop so that nothing is lost"""
+
+
 def costs(folder: Path, steps: int) -> None:
-    print("| run | steps | seconds | of them snapshots | share |")
-    print("|---|---|---|---|---|")
+    print(f"| run | steps | seconds | {' | '.join(PARTS)} | all |")
+    print("|---|---|---|" + "---|" * (len(PARTS) + 1))
     for name in ("reverse", "cartpole"):
-        spent = 0.0
-        before = Recovery.__call__
-
-        def timed(recovery: Recovery, step: Any, before: Any = before) -> None:
-            nonlocal spent
-            start = time.perf_counter()
-            before(recovery, step)
-            spent += time.perf_counter() - start
-
-        with mock.patch.object(Recovery, "__call__", timed):
+        spent = dict.fromkeys(PARTS, 0.0)
+        with ExitStack() as stack:
+            for part, methods in PARTS.items():
+                for owner, method in methods:
+                    stack.enter_context(mock.patch.object(owner, method, timed(getattr(owner, method), part, spent)))
             path = run(folder / name, name, [*RAY, "--placement.pools", "{main = 2}", "--train.steps", str(steps)])
         records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         total = sum(record.get("time/step_s", 0.0) for record in records)
-        print(f"| `examples/{name}.toml` | {steps} | {total:.1f} | {spent:.2f} | {spent / total:.1%} |", flush=True)
+        shares = [f"{seconds / total:.2%}" for seconds in (*spent.values(), sum(spent.values()))]
+        print(f"| `examples/{name}.toml` | {steps} | {total:.1f} | {' | '.join(shares)} |", flush=True)
+
+
+def timed(method: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:
+    """The method, whose wall seconds are added to those of ``part``; inner calls count once."""
+
+    @wraps(method)
+    def run(*arguments: Any, **named: Any) -> Any:
+        start, before = time.perf_counter(), spent[part]
+        try:
+            return method(*arguments, **named)
+        finally:
+            spent[part] = before + time.perf_counter() - start
+
+    return run
 
 
 def run(path: Path, example: str, keys: list[str]) -> Path:

@@ -90,11 +90,15 @@ class SplitActor(LinkedActor):
         return out
 
 
-class StreamingActor(LinkedActor):
-    """A learner, and samplers that take in prompts while they are at others: each group of prompts goes to the one that has
-    fewest to do, so who is slow, or has drawn long responses, gets fewer.
+CALLS = 4
+"""into which a batch is divided for each of several samplers: each costs the driver milliseconds"""
 
-    New weights reach all samplers before the next group, in the middle of what they are at.
+
+class StreamingActor(LinkedActor):
+    """A learner, and samplers that take in prompts while they are at others: those of a few groups go
+    to the sampler that has fewest to do, so who is slow, or has drawn long responses, gets fewer.
+
+    New weights reach all samplers before the next rollout begins, in the middle of what they are at.
     """
 
     def __init__(self, runtime: Runtime, learner: Role[Any], sampler: Role[Any], num_workers: int) -> None:
@@ -104,16 +108,18 @@ class StreamingActor(LinkedActor):
 
     def begin(self, batch: Batch) -> None:
         self.renew()
-        pieces = list[Batch]()
+        calls, workers = list[Batch](), range(self.runtime.num_workers(self._names[1]))
         self._open = [self.runtime.pending(batches) for batches in self._open]
-        for rows in groups(batch):
-            worker = min(range(self.runtime.num_workers(self._names[1])), key=lambda number: len(self._open[number]))
-            pieces.append(self._members[worker].rollout(batch.rows(rows)))
-            self._open[worker].append(pieces[-1])
-        self.begun.append(Batch.concat(pieces))
+        for rows in pieces(batch, CALLS * len(workers) if len(workers) > 1 else 1):
+            worker = min(workers, key=lambda number: sum(map(len, self._open[number])))
+            calls.append(self._members[worker].rollout(batch.rows(rows)))
+            self._open[worker].append(calls[-1])
+        self.begun.append(Batch.concat(calls))
 
 
-def groups(batch: Batch) -> list[Rows]:
-    """The rows of each group, which are neighbours."""
+def pieces(batch: Batch, most: int) -> list[Rows]:
+    """At most so many pieces of about as many groups each, whose rows are neighbours."""
     ids = batch["group_id"]
-    return np.split(np.arange(len(ids)), np.flatnonzero(ids[1:] != ids[:-1]) + 1)
+    begins = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+    cuts = begins[np.unique(np.arange(most) * len(begins) // most)]
+    return np.split(np.arange(len(ids)), cuts[1:])
