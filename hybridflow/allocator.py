@@ -5,11 +5,13 @@
 
 Units are what a pool can have more or fewer of while the run goes on: worker processes that share rows out, processes that
 call reward functions, or threads of torch in processes that learn. What seconds would be on another number of units is
-known from how former changes turned out (``Scaling``). Workers of a pool that aren't equally fast get rows in proportion.
+known from how changes turned out (``Scaling``), of this run and before it of earlier ones on this machine, whose profiles
+keep that; or from profiles of several numbers of units. Workers of a pool that aren't equally fast get rows in proportion.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from hybridflow.build import Run
+from hybridflow.build_profile import Kept, base_if_any, kept_roles
 from hybridflow.controller.elastic import has_own_workers
 from hybridflow.controller.protocols import blocks
+from hybridflow.core.errors import UserError
 from hybridflow.core.metrics import Span
 from hybridflow.planner.allocation import Bidder, allocate
 from hybridflow.planner.auction import Auction, ending
+from hybridflow.planner.profile_base import Learned, ProfileBase
 from hybridflow.rollout.schedule import Ahead, Asynchronous
 from hybridflow.telemetry.records import append_record, keep_until
 from hybridflow.train import Step
@@ -41,16 +46,19 @@ PARALLEL = {"workers": 0.95, "processes": 0.95, "threads": 0.7}
 UNEVEN = 0.9
 """of the seconds of a pool's slowest worker: that much dealing by measured speeds has to save"""
 
+Source = Literal["constants", "profile", "earlier runs", "this run"]
+
 
 @dataclass
 class Scaling:
     """How seconds depend on units: those on one unit times 1 - parallel + parallel x the largest share of a unit.
 
-    ``rows``: that units share out, whole ones; 0: so many that it doesn't matter.
+    ``rows``: that units share out, whole ones; 0: so many that it doesn't matter. ``source``: where ``parallel`` is from.
     """
 
     parallel: float
     rows: int = 0
+    source: Source = "constants"
 
     def seconds(self, measured_s: float, now: int, units: int) -> float:
         """On ``units``, if they were ``measured_s`` on as many as ``now``."""
@@ -59,11 +67,23 @@ class Scaling:
     def learn(self, before: tuple[int, float], after: tuple[int, float]) -> None:
         """From (units, seconds) before and after a change of units. Half of what they say is taken: the work may have
         changed as well."""
-        (few, few_s), (many, many_s) = sorted((before, after))
+        self.parallel, self.source = (self.parallel + self._parallel(before, after)) / 2, "this run"
+
+    def begin(self, work: str, kind: str, roles: Mapping[str, Kept], base: ProfileBase) -> None:
+        """From what ``base`` knows of a pool's ``work``, which is that of ``roles``, if it knows anything."""
+        if (learned := base.scaling(work, kind)) is not None:
+            self.parallel, self.source = learned, "earlier runs"
+        elif ends := base.ends(roles, "threads" if kind == "threads" else "workers"):
+            self.parallel, self.source = self._parallel(*ends), "profile"
+
+    def _parallel(self, one: tuple[int, float], other: tuple[int, float]) -> float:
+        """What (units, seconds) of the same work come of; as it is where both share rows out alike."""
+        (few, few_s), (many, many_s) = sorted((one, other))
+        if self._share(few) == self._share(many):
+            return self.parallel
         ratio = many_s / few_s if few_s else 1.0
         gain = 1.0 - ratio
-        found = gain / (gain + ratio * self._share(few) - self._share(many)) if gain > 0 else 0.0
-        self.parallel = (self.parallel + min(1.0, found)) / 2
+        return min(1.0, gain / (gain + ratio * self._share(few) - self._share(many))) if gain > 0 else 0.0
 
     def _factor(self, units: int) -> float:
         return 1.0 - self.parallel + self.parallel * self._share(units)
@@ -75,7 +95,7 @@ class Scaling:
 @dataclass
 class Tenant:
     """A pool that bids. ``kind`` of its ``units``, of which it has 1 to ``most``; each needs so many ``slots``. Tenants of
-    one ``lane`` run one after another."""
+    one ``lane`` run one after another. ``work``: what its roles are, for profiles."""
 
     pool: str
     kind: Literal["workers", "processes", "threads"]
@@ -86,11 +106,12 @@ class Tenant:
     lane: str
     scaling: Scaling
     speeds: tuple[float, ...] = ()
+    work: str = ""
 
     def bidder(self, measured_s: float) -> Bidder:
         levels = range(1, self.most + 1)
         seconds = {units: self.scaling.seconds(measured_s, self.units, units) for units in levels}
-        return Bidder(self.pool, seconds, self.lane, needs={"slots": float(self.slots)})
+        return Bidder(self.pool, seconds, self.lane, needs={"slots": float(self.slots)}, source=self.scaling.source)
 
     def take(self, units: int, speeds: tuple[float, ...], runtime: RayRuntime) -> None:
         """Have so many from the next call on; ``speeds`` of workers, as far as they are known."""
@@ -173,7 +194,20 @@ def make_allocator(run: Run, path: Path) -> Allocator:
     in_turns = not isinstance(run.trainer.schedule, Ahead | Asynchronous)
     rows = 0 if run.config.environment is None else run.config.environment.num_envs
     pools = tenants(runtime, runtime.num_slots, trained, in_turns, rows)
+    _begin(pools, kept_roles(run.config))
     return Allocator(runtime, pools, runtime.num_slots, path)
+
+
+def _begin(pools: Sequence[Tenant], roles: Mapping[str, Kept]) -> None:
+    """From what is known on this machine; a base of profiles that can't be read is as good as none."""
+    base = None
+    with contextlib.suppress(UserError):
+        base = base_if_any()
+    for tenant in pools:
+        own = {name: roles[name] for name in sorted(roles.keys() & {*tenant.roles})}
+        tenant.work = " + ".join(f"{name} {model} {device}" for name, (model, device) in own.items())
+        if base is not None:
+            tenant.scaling.begin(tenant.work, tenant.kind, own, base)
 
 
 @dataclass
@@ -188,6 +222,7 @@ class Allocator:
     _steps: list[tuple[float, Sequence[Span]]] = field(default_factory=list, init=False)
     _before: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)
     _switch_s: float = field(default=0.0, init=False)
+    _loaded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         held, capacity = {tenant.pool: tenant.units for tenant in self.tenants}, {"slots": float(self.slots)}
@@ -204,7 +239,31 @@ class Allocator:
         """The run goes on after ``step`` again."""
         keep_until(self.path, step)
         self._steps.clear()
-        self._before.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        held = {
+            one.pool: {"units": one.units, "speeds": one.speeds, "scaling": (one.scaling.parallel, one.scaling.source)}
+            for one in self.tenants
+        }
+        own = {"held": held, "before": self._before, "switch_s": self._switch_s}
+        return {"pools": self._pools, "auction": self.auction.state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on with it, from the next call on with its units, too; or begin anew where pools or slots are others now."""
+        if state["pools"] != self._pools:
+            return
+        self.auction.load_state_dict(state["auction"])
+        self._before = {pool: (units, seconds) for pool, (units, seconds) in state["before"].items()}
+        self._switch_s, self._loaded = state["switch_s"], True
+        self._steps.clear()
+        for tenant in self.tenants:
+            held = state["held"][tenant.pool]
+            tenant.scaling.parallel, tenant.scaling.source = held["scaling"]
+            tenant.take(held["units"], tuple(held["speeds"]), self.runtime)
+
+    @property
+    def _pools(self) -> dict[str, Any]:
+        return {one.pool: [one.kind, one.most, one.slots, self.slots] for one in self.tenants}
 
     def _decide(self, step: int) -> None:
         (first_s, _), *others = self._steps
@@ -214,8 +273,10 @@ class Allocator:
         busy = {one.pool: max(workers.get(one.pool, {}).values(), default=0.0) for one in self.tenants}
         self._switch_s /= 2  # the first change, to workers that have yet to make environments, costs most
         if self._before:
-            self._switch_s = max(0.0, first_s - step_s)
+            if not self._loaded:  # or the first step has started the run as well
+                self._switch_s = max(0.0, first_s - step_s)
             self._learn(busy)
+        self._loaded = False
         round_ = self.auction.round(step, [one.bidder(busy[one.pool]) for one in self.tenants], self._switch_s, step_s)
         self._write(round_.record())
         changed = [one for one in self.tenants if one.units != round_.units[one.pool]]
@@ -223,6 +284,11 @@ class Allocator:
         for tenant in self.tenants:
             speeds = tenant.pace(workers.get(tenant.pool, {}))
             tenant.take(round_.units[tenant.pool], speeds, self.runtime)
+
+    def learned(self) -> list[Learned]:
+        """For the next runs: of the pools that changed their units in this one."""
+        own = [one for one in self.tenants if one.scaling.source == "this run"]
+        return [Learned(one.work, one.kind, one.scaling.parallel) for one in own]
 
     def finish(self, step: int) -> None:
         """The run has ended with ``step``: what the last allocation came to."""

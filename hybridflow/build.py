@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,25 +59,35 @@ class Parts(Protocol):
     def export(self, folder: Path) -> None: ...
 
 
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
 @dataclass
 class Run:
-    """A trainer with its runtime and its parts."""
+    """A trainer with its runtime and its parts. ``beside``: by name, what changes no result, and is saved as well; it goes
+    on from where it stood if a checkpoint has it."""
 
     config: RunConfig
     runtime: Runtime
     parts: Parts
     trainer: Trainer
+    beside: dict[str, Stateful] = field(default_factory=dict)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Everything that resuming exactly needs: one entry for the loop and one for each role; roles with models begin to
         write to ``folder``, see ``Runtime.saved``."""
-        return {"trainer": self.trainer.state_dict(), **self.runtime.save(folder)}
+        beside = {name: one.state_dict() for name, one in self.beside.items()}
+        return {"trainer": self.trainer.state_dict(), **beside, **self.runtime.save(folder)}
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint. CheckpointError: it is of another run, or damaged."""
         with saved.explaining():
             self.trainer.load_state_dict(saved.state["trainer"])
             self.runtime.load(saved.path, saved.state, saved.files)
+            for name in self.beside.keys() & saved.state.keys():
+                self.beside[name].load_state_dict(saved.state[name])
 
 
 def build(config: RunConfig) -> Run:

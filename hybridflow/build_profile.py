@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from hybridflow.config_sections import ModelConfig, TrainedConfig
 from hybridflow.core.errors import UnknownTaskError, UserError
 from hybridflow.planner.graph import TaskGraph
 from hybridflow.planner.hardware import fingerprint
-from hybridflow.planner.profile_base import Prediction, ProfileBase, Sample, sample_of
+from hybridflow.planner.profile_base import Learned, Prediction, ProfileBase, Sample, sample_of
 from hybridflow.rollout.reward_workers import default_workers
 from hybridflow.train import Step
 
@@ -173,10 +173,18 @@ def with_own_seconds(graph: TaskGraph, known: Mapping[str, Prediction]) -> TaskG
 class ProfileKeeper:
     """A hook that keeps what was measured of a step's calls, every ``KEEP_S`` seconds and at the end. A context.
 
-    ``source``: the run directory. A base that can't be written ends no run: ``note`` gets a line, once.
+    ``source``: the run directory; ``learned``: what auctions have learned until now. A base that can't be written ends no
+    run: ``note`` gets a line, once.
     """
 
-    def __init__(self, config: RunConfig, source: Path, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Path,
+        note: Callable[[str], None],
+        learned: Callable[[], Sequence[Learned]] = lambda: (),
+    ) -> None:
+        self._learned = learned
         self.path, self.machine = base_path(), asdict(fingerprint())
         self._roles, self._source, self._note = kept_roles(config), str(source.resolve()), note
         self._samples: list[Sample] = []
@@ -192,9 +200,10 @@ class ProfileKeeper:
     def write(self) -> None:
         """Keep what has not been kept yet."""
         samples, self._samples, self._written_s = self._samples, [], time.monotonic()
-        if samples and self._works:
+        learned = self._learned()
+        if (samples or learned) and self._works:
             try:
-                ProfileBase.add(self.path, self.machine, samples)
+                ProfileBase.add(self.path, self.machine, samples, learned)
             except UserError as error:
                 self._works = False
                 self._note(f"task profiles of this run are not kept: {error}")

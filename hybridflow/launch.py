@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from hybridflow import checkpoint
-from hybridflow.allocator import make_allocator
+from hybridflow.allocator import Allocator, make_allocator
 from hybridflow.build import Run
 from hybridflow.build_profile import ProfileKeeper
 from hybridflow.config import RunConfig, resolved
@@ -101,6 +101,8 @@ def _train(
 def _begin(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None) -> None:
     with checkpoint.marker(directory.checkpoints) as file:
         run.runtime.sees(file)
+    if run.config.threads == "auction" and not run.beside:
+        run.beside["auction"] = make_allocator(run, directory.auction)
     if saved is not None:
         run.load(saved)
 
@@ -111,28 +113,28 @@ def _run(
     trainer, config = run.trainer, run.config
     start, steps = trainer.step, config.train.steps
     title = f"{config.algorithm} · {config.run_dir}"
+    allocators = [one for one in run.beside.values() if isinstance(one, Allocator)]
+    learned = [allocator.learned for allocator in allocators]
     with (
         Tracker(directory, start) as tracker,
         Timeline(directory.timeline) as timeline,
         RunConsole(steps, start=start, title=title) as console,
         Ledger(directory.ledger, trainer, run.parts.failures, config.environment is not None) as ledger,
-        ProfileKeeper(config, directory.path, lambda line: console.note(line, "yellow")) as profiles,
+        ProfileKeeper(config, directory.path, lambda line: console.note(line, "yellow"), *learned) as profiles,
     ):
         evaluator = _evaluator(run, console, timeline)
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, start or -1)
         checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
         watch = (ledger, Reporter(tracker, console, timeline, memory), profiles, Watch(guards, console))
-        trainer.hooks = [*([evaluator] if evaluator else []), *watch, checkpointer]
-        auction = config.threads == "auction"
-        allocators = [recovery.go_on(lambda: make_allocator(run, directory.auction))] if auction else []
+        trainer.hooks = [*([evaluator] if evaluator else []), *watch, *allocators, checkpointer]
         rewinds = [ledger.rewind, *(allocator.rewind for allocator in allocators)]
         recovery.watch(checkpointer, console.note, *rewinds, lambda step: _rewind(step, tracker, timeline, guards))
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
             recovery.go_on(lambda: exporter.run(start))
             trainer.hooks = [*trainer.hooks, exporter]
-        trainer.hooks = [*trainer.hooks, *allocators, recovery]
+        trainer.hooks = [*trainer.hooks, recovery]
         console.note(recovery.go_on(run.parts.describe))
         if aside:
             console.note(f"later checkpoints are no past of this run any more: renamed to {', '.join(aside)}", "yellow")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 from test_worker_groups import on_ray
 
 from hybridflow.allocator import EVERY, Allocator, Scaling, Tenant, busy_s, paced
+from hybridflow.build_profile import Kept
 from hybridflow.config import validate
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.metrics import Span
+from hybridflow.core.state_file import read_state, write_state
+from hybridflow.planner.profile_base import Learned, ProfileBase, Sample
 from hybridflow.telemetry.records import read_records
 from hybridflow.train import Step
 
@@ -30,6 +35,12 @@ def test_scaling_is_learned_from_changes(truly: float, thought: float, before: i
         return
     scaling.learn((before, seconds[before]), (after, seconds[after]))
     assert scaling.parallel == pytest.approx((truly + thought) / 2, abs=1e-6)
+
+
+def test_changes_that_deal_rows_as_before_say_nothing() -> None:
+    scaling = Scaling(0.5, rows=1)
+    scaling.learn((2, 1.0), (1, 3.0))
+    assert scaling.parallel == 0.5
 
 
 def test_units_share_out_whole_rows() -> None:
@@ -87,8 +98,8 @@ class World:
     def rethread(self, pool: str, threads: int) -> None:
         self.units[pool] = threads
 
-    def run(self, steps: int) -> None:
-        for number in range(1, steps + 1):
+    def run(self, steps: int, begun: int = 0) -> None:
+        for number in range(begun + 1, steps + 1):
             seconds = {
                 pool: self.laws[pool].seconds(work, 1, self.units[pool]) * (1 + self.noise * self.random.uniform(-1, 1))
                 for pool, work in self.work(number).items()
@@ -145,6 +156,84 @@ def test_what_is_done_again_is_measured_again_and_told_once(tmp_path: Path) -> N
     world.allocator(Step(2 * EVERY, {"time/step_s": 7.0}, [], None))
     (_, again) = read_records(world.path)
     assert (again["step"], again["measured_s"]) == (2 * EVERY, 7.0), "of the steps since then alone"
+
+
+def going_on(world: World, folder: Path, **keys: Any) -> World:
+    """Another process, which has begun as every run does, goes on with what this one has saved."""
+    write_state(folder, "auction", world.allocator.state_dict())
+    other = World(world.work, 0.0, world.path)
+    vars(other).update(keys)
+    other.allocator.load_state_dict(read_state(folder, "auction"))
+    return other
+
+
+@pytest.mark.parametrize("at", [3, 5, 12, 55])
+def test_a_run_that_goes_on_bids_as_if_it_had_never_ended(at: int, tmp_path: Path) -> None:
+    """After 5 and 55 steps units have just changed, of which the next round learns."""
+    whole = World(phases, 0.0, tmp_path / "whole.jsonl")
+    whole.laws["learn"] = Scaling(0.5)
+    whole.run(100)
+    first = World(phases, 0.0, tmp_path / "halves.jsonl")
+    first.laws = whole.laws
+    first.run(at)
+    second = going_on(first, tmp_path, laws=whole.laws)
+    assert second.units == first.units
+    second.run(100, begun=at)
+    untimed = [
+        [{name: value for name, value in record.items() if name != "solve_s"} for record in read_records(world.path)]
+        for world in (whole, second)
+    ]
+    assert untimed[0] == untimed[1] and len({record["units"]["learn"] for record in untimed[0]}) > 1
+    assert second.allocator.tenants == whole.allocator.tenants
+
+
+def test_what_starting_again_costs_is_no_cost_of_changing_units(tmp_path: Path) -> None:
+    world = World(phases, 0.0, tmp_path / "auction.jsonl")
+    world.run(55)
+    other = going_on(world, tmp_path, cost_s=50.0)
+    other.run(60, begun=55)
+    (record,) = (record for record in read_records(world.path) if record["step"] == 60)
+    assert other.took[0] > 50 and record["switch_s"] < 1 and record["before"] == world.units
+
+
+def test_speeds_go_on_and_units_of_other_pools_do_not(tmp_path: Path) -> None:
+    world = World(phases, 0.0, tmp_path / "auction.jsonl")
+    envs, _ = world.allocator.tenants
+    envs.take(3, (0.5, 1.0, 1.0), world)  # type: ignore[arg-type]
+    other = going_on(world, tmp_path)
+    assert other.allocator.tenants[0] == envs and other.speeds == (0.5, 1.0, 1.0)
+    fewer = World(phases, 0.0, tmp_path / "auction.jsonl")
+    fewer.allocator.slots = 5
+    fewer.allocator.load_state_dict(read_state(tmp_path, "auction"))
+    assert fewer.units == {"envs": 5, "learn": 2} and fewer.speeds == ()
+
+
+def test_what_a_run_learned_of_its_pools_is_what_the_next_one_begins_with(tmp_path: Path) -> None:
+    """Not what it has learned nothing of; and profiles of several numbers of threads are better than nothing."""
+    world, path = World(lambda step: {"envs": 1.0, "learn": 4.0}, 0.0, tmp_path / "auction.jsonl"), tmp_path / "base"
+    envs, learn = world.allocator.tenants
+    envs.work, learn.work = "sampler one", "actor one"
+    world.laws["learn"] = Scaling(0.3)
+    world.run(4 * EVERY)
+    sources = [{bid["name"]: bid["source"] for bid in record["bids"]} for record in read_records(world.path)]
+    assert sources[0] == {"envs": "constants", "learn": "constants"} and sources[-1]["learn"] == "this run"
+    (kept,) = [one for one in world.allocator.learned() if one.work == "actor one"]
+    assert kept == Learned("actor one", "threads", learn.scaling.parallel) and 0.3 < kept.parallel < 0.7
+    update = Sample("actor.update", "train", "one", "cpu", 1, 1, 8, 80, 1.0, 1.0, 1e8)
+    slow = replace(update, verb="reward.score", model="f")  # in no pool of those
+    ProfileBase.add(path, {"cores": 8}, [update] * 4 + [replace(update, threads=4, seconds=0.4)] * 4 + [slow], [kept])
+    base, roles = ProfileBase.open(path), {"actor": ("one", "cpu")}
+
+    def begun(work: str, kind: str, roles: Mapping[str, tuple[str, str]]) -> Scaling:
+        scaling = Scaling(0.7)
+        scaling.begin(work, kind, {name: Kept(*of) for name, of in roles.items()}, base)
+        return scaling
+
+    assert begun("actor one", "threads", roles) == Scaling(kept.parallel, source="earlier runs")
+    profiled = begun("actor two", "threads", roles)
+    assert profiled.source == "profile" and profiled.parallel == pytest.approx(0.8, abs=0.03), "0.4 = 0.2 + 0.8 / 4"
+    for unknown in (("actor one", "workers", roles), ("actor two", "threads", {"actor": ("two", "cpu")})):
+        assert begun(*unknown) == Scaling(0.7)
 
 
 def test_an_auction_needs_pools_that_bid() -> None:

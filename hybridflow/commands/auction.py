@@ -17,11 +17,13 @@ from hybridflow.telemetry.rundir import RunDirectory
 
 __all__ = ["Outcome", "explain", "outcomes"]
 
-HEADER = ("step", "task", "lane", "units", "seconds", "bids", "pays", "saves", "budget", "predicted", "measured", "gained")
+OFFER = ("step", "task", "lane", "units", "from", "seconds", "bids", "pays", "saves", "budget")
+HEADER = (*OFFER, "predicted", "measured", "gained")
 LEGEND = """\
-All but steps and units are seconds of a step. bids: others no longer wait for it so long; pays: they are slower without its
-units; saves: the difference, by which its units make the step shorter; budget: what it has left; *: it couldn't pay for
-more. predicted, measured: a step with this allocation; gained: a step was longer before."""
+from: what is known of other units: constants alone, a profile of this machine on several of them, changes of earlier runs,
+changes of this run. All behind it are seconds of a step. bids: others no longer wait for it so long; pays: they are slower
+without its units; saves: the difference, by which its units make the step shorter; budget: what it has left; *: it couldn't
+pay for more. predicted, measured: a step with this allocation; gained: a step was longer before."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def explain(run: Path, as_json: bool) -> None:
     there = ", ".join(f"{amount:g} {name}" for name, amount in last.capacity.items())
     print(f"{run}: {len(found)} rounds, after steps {found[0].round.step} to {last.step}; {there}")
     rows = [row for outcome in found for row in _rows(outcome)]
-    print("\n".join(aligned([HEADER, *rows], (HEADER[0], *HEADER[4:]))))
+    print("\n".join(aligned([HEADER, *rows], (HEADER[0], *HEADER[5:]))))
     print(LEGEND)
     print(_summary(found))
 
@@ -95,7 +97,7 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     for bid in one.bids:
         step, *came = told
         money = (bid.seconds, bid.bids_s, bid.pays_s, bid.saves_s, bid.budget_s)
-        yield step, bid.name, bid.lane, _units(one, bid), *map(_seconds, money), *came
+        yield step, bid.name, bid.lane, _units(one, bid), bid.source, *map(_seconds, money), *came
         told = [""] * len(told)
 
 

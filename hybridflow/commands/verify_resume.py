@@ -4,7 +4,7 @@
     halves     steps 1 to N in one process, N + 1 to M in another, from the checkpoint
 
 Compared, bit for bit: all that the last checkpoints have (weights, optimizer, the loop, buffers), tensor by tensor, and
-every metric of every step that doesn't measure the machine.
+every metric of every step, but for what measures the machine.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from hybridflow.launch import train
 from hybridflow.telemetry.records import is_measured, read_records
 
 __all__ = ["Compared", "compare", "verify_resume"]
+
+MEASURED = {"auction"}
+"""states that come of how long calls took"""
 
 
 class Compared(NamedTuple):
@@ -91,7 +94,7 @@ def compare(one: Path, other: Path) -> list[Compared]:
     paths = [checkpoint.latest(run / "checkpoints") for run in (one, other)]
     states = [checkpoint.load(path) for path in paths]
     found = [_metrics(*(read_records(run / "metrics.jsonl") for run in (one, other)))]
-    for name in sorted(states[0].state.keys() | states[1].state.keys()):
+    for name in sorted((states[0].state.keys() | states[1].state.keys()) - MEASURED):
         values = [dict(_leaves(saved.state.get(name, {}))) for saved in states]
         found.append(_compared(f"state of {'the loop' if name == 'trainer' else name}", *values))
     for role in sorted(states[0].files.keys() | states[1].files.keys()):

@@ -35,13 +35,14 @@ SLACK = 1e-9
 class Bidder:
     """``seconds``: of a step, by units, as predicted; other numbers of units can't be had. ``lane``: bidders of one run one
     after another; by default it has one of its own. ``least``: units that it always has. ``needs``: of each resource, for a
-    unit. ConfigError: what can't be, a line each."""
+    unit. ``source``: what ``seconds`` on other units are known from. ConfigError: what can't be, a line each."""
 
     name: str
     seconds: Mapping[int, float]
     lane: str = ""
     least: int = 1
     needs: Mapping[str, float] = field(default_factory=lambda: {"slots": 1.0})
+    source: str = ""
 
     def __post_init__(self) -> None:
         wrong = [

@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 class Bid(NamedTuple):
     """What a bidder has after a round. ``seconds``: of a step, as predicted on its units; ``fair``: units of an even split;
     ``bids_s``, ``pays_s`` and ``saves_s`` as above; ``budget_s``: what it has left; ``limited``: it couldn't pay for
-    more."""
+    more; ``source``: what seconds on other units are known from."""
 
     name: str
     lane: str
@@ -52,6 +52,7 @@ class Bid(NamedTuple):
     saves_s: float
     budget_s: float
     limited: bool
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,14 @@ class Auction:
         took = time.perf_counter() - began
         return Round(step, units, predicted, before, before_s, measured_s, switch_s, self.capacity, bids, took)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next round depends on."""
+        return {"units": self.units, "budgets": self.budgets, "paid": self._paid, "promised": self._promised}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.units, self.budgets, self._paid = state["units"], state["budgets"], state["paid"]
+        self._promised = {name: (kept, without) for name, (kept, without) in state["promised"].items()}
+
     def _chosen(self, market: _Market, limited: Collection[str], switch_s: float) -> Units:
         """The best allocation, or the one that holds if that is hardly worse."""
         best = market.best(limited)
@@ -158,7 +167,7 @@ class Auction:
         bidder = market.by_name[name]
         has = (units[name], market.fair[name], bidder.seconds[units[name]])
         offers = (price.pays_s + price.saves_s, *price, self.budgets[name] * step_s)
-        return Bid(name, bidder.runs_in, *has, *offers, limited)
+        return Bid(name, bidder.runs_in, *has, *offers, limited, bidder.source)
 
 
 class _Market:

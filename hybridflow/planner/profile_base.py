@@ -2,6 +2,8 @@
 
     runs, ``hybridflow profile`` ──add──> samples: of each (task, model, device, threads, workers, size) the last ``KEPT``
     planner, schedules           <──predict── seconds, processor time and memory, for sizes that were not measured
+    auctions             ──add──> scalings: what a run learned of a pool's work on more or fewer units, the last of each
+                         <──scaling── what the next one begins with
 
 Writers are short and wait for each other, and readers don't wait (write-ahead log), so runs side by side lose nothing. No
 torch is needed here.
@@ -17,13 +19,13 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hybridflow.core.errors import ProfileError, ResourceError, UnknownTaskError
 from hybridflow.core.metrics import Span
 from hybridflow.planner.profile_fit import Prediction, TaskFit
 
-__all__ = ["Prediction", "ProfileBase", "Sample", "sample_of"]
+__all__ = ["Learned", "Prediction", "ProfileBase", "Sample", "sample_of"]
 
 KEPT = 8
 """samples of a size that are kept, the newest"""
@@ -33,6 +35,7 @@ WAIT_S = 20.0
 MADE_BY = int.from_bytes(b"hfpb", "big")
 VERSION = 1
 CELL = "verb, model, device, threads, workers, size"
+SCALINGS = "CREATE TABLE IF NOT EXISTS scalings (work TEXT, units TEXT, parallel REAL, PRIMARY KEY (work, units))"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,14 @@ class Sample:
         return f"{steps[0]} {steps[1]}{'' if self.flops is None else ' counted'}"
 
 
+class Learned(NamedTuple):
+    """Of a pool's ``work`` (what its roles are), the share that more ``units`` of this kind divide."""
+
+    work: str
+    units: str
+    parallel: float
+
+
 COLUMNS = tuple(field.name for field in fields(Sample))
 NUMBERS = tuple(field.name for field in fields(Sample) if field.type in ("int", "float"))
 
@@ -80,8 +91,10 @@ def sample_of(span: Span, model: str, device: str, source: str) -> Sample | None
 class ProfileBase:
     """Of one machine. ``machine``: what it was made of, as ``Fingerprint`` has it."""
 
-    def __init__(self, path: Path, machine: Mapping[str, Any], samples: Sequence[Sample]) -> None:
-        self.path, self.machine, self.samples = path, machine, samples
+    def __init__(
+        self, path: Path, machine: Mapping[str, Any], samples: Sequence[Sample], scalings: Sequence[Learned] = ()
+    ) -> None:
+        self.path, self.machine, self.samples, self.scalings = path, machine, samples, scalings
         self._fits: dict[tuple[str, str, str], TaskFit] = {}
 
     @classmethod
@@ -93,20 +106,24 @@ class ProfileBase:
         with _connected(path) as connection:
             found = _checked(connection, path, machine)
             rows = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM samples ORDER BY id").fetchall()
-        samples = [Sample(*row) for row in rows]
-        if not all(map(_sound, samples)):
+            connection.execute(SCALINGS)
+            learned = connection.execute("SELECT work, units, parallel FROM scalings").fetchall()
+        samples, scalings = [Sample(*row) for row in rows], [Learned(*row) for row in learned]
+        if not all(map(_sound, samples)) or not all(_is_share(one.parallel) for one in scalings):
             raise _damaged(path, "it has samples without sense")
-        return cls(path, found, samples)
+        return cls(path, found, samples, scalings)
 
     @staticmethod
-    def add(path: Path, machine: Mapping[str, Any], samples: Sequence[Sample]) -> None:
-        """Keep ``samples`` in the file, which is made where there is none. ProfileError: as ``open``; ResourceError:
-        there is no room, or it can't be written."""
+    def add(path: Path, machine: Mapping[str, Any], samples: Sequence[Sample], scalings: Sequence[Learned] = ()) -> None:
+        """Keep ``samples`` in the file, which is made where there is none, and ``scalings`` in place of those that it had.
+        ProfileError: as ``open``; ResourceError: there is no room, or it can't be written."""
         if not path.exists():
             _make(path, machine)
         with _connected(path) as connection:
             _checked(connection, path, machine)
             connection.execute("BEGIN IMMEDIATE")
+            connection.execute(SCALINGS)
+            connection.executemany("INSERT OR REPLACE INTO scalings VALUES (?, ?, ?)", scalings)
             names, marks = ", ".join((*COLUMNS, "size")), ", ".join("?" * (len(COLUMNS) + 1))
             rows = [(*astuple(sample), sample.size) for sample in samples]
             connection.executemany(f"INSERT INTO samples ({names}) VALUES ({marks})", rows)
@@ -125,7 +142,7 @@ class ProfileBase:
 
     def without(self, source: str) -> ProfileBase:
         """What other runs measured: of a run, predictions from its own samples would be none."""
-        return ProfileBase(self.path, self.machine, [sample for sample in self.samples if sample.source != source])
+        return ProfileBase(self.path, self.machine, [one for one in self.samples if one.source != source], self.scalings)
 
     def tasks(self) -> list[tuple[str, str, str]]:
         """(verb, model, device) of what was measured, in the order of their first samples."""
@@ -165,6 +182,39 @@ class ProfileBase:
         if (verb, device, model) not in self._fits:
             self._fits[verb, device, model] = TaskFit([sample for sample in mine if sample.model == model], self.cores)
         return self._fits[verb, device, model]
+
+    def scaling(self, work: str, units: str) -> float | None:
+        """What an auction has learned of it. None: nothing yet."""
+        return next((one.parallel for one in self.scalings if (one.work, one.units) == (work, units)), None)
+
+    def ends(
+        self, roles: Mapping[str, tuple[str, str]], units: Literal["threads", "workers"]
+    ) -> tuple[tuple[int, float], tuple[int, float]] | None:
+        """(units, seconds) on the fewest and on the most that verbs of ``roles``, by name their (model, device), were
+        measured on: of a call of each, as large as its newest. None: of none with several."""
+        timed = dict.fromkeys((one.verb, one.model, one.device) for one in self.samples if one.flops is None)
+        mine = [
+            self.fit(verb, device, model)
+            for verb, model, device in timed
+            if roles.get(verb.partition(".")[0]) == (model, device)
+        ]
+        fits = [fit for fit in mine if len({getattr(one, units) for one in fit.samples}) > 1]
+        numbers = [getattr(one, units) for fit in fits for one in fit.samples]
+        if not fits:
+            return None
+        few, many = ((n, sum(_on(fit, units, n) for fit in fits)) for n in (min(numbers), max(numbers)))
+        return few, many
+
+
+def _on(fit: TaskFit, units: str, number: int) -> float:
+    """Seconds of a call like the newest one, on so many units."""
+    one = fit.samples[-1]
+    spread = {"threads": one.threads, "workers": one.workers, units: number}
+    return fit.predict(one.rows * one.workers, one.tokens * one.workers, **spread).seconds
+
+
+def _is_share(number: Any) -> bool:
+    return isinstance(number, float) and 0 <= number <= 1
 
 
 def _sound(sample: Sample) -> bool:

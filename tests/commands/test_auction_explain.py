@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def test_the_table_and_the_data_say_the_same(hybridflow: Program, run: RunDirect
     assert told[1]["bids"][0] | {"name": "learn", "units": 6, "fair": 4} == told[1]["bids"][0]
     append_record(run.auction, ending(40, 2.0))
     assert json.loads(hybridflow("auction", "explain", run.path, "--json").out)["rounds"][2]["realised_s"] == 2.0
+
+
+def test_where_predictions_come_from_is_told(hybridflow: Program, run: RunDirectory) -> None:
+    known = [replace(one, source=source) for one, source in zip(bidders(4, 12), ("this run", "constants"), strict=True)]
+    append_record(run.auction, Auction({"slots": 8}).round(40, known).record())
+    lines = hybridflow("auction", "explain", run.path).out.splitlines()
+    assert "from" in lines[1] and lines[8].split()[4:6] == ["constants", "2"] and "  this run  " in lines[9]
 
 
 def test_who_could_not_pay_is_marked(hybridflow: Program, run: RunDirectory) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.core.errors import ProfileError, ResourceError, UnknownTaskError, UserError
 from hybridflow.core.metrics import Effort, Span
-from hybridflow.planner.profile_base import KEPT, ProfileBase, Sample, sample_of
+from hybridflow.planner.profile_base import KEPT, Learned, ProfileBase, Sample, sample_of
 
 MACHINE = {"processor": "one", "cores": 2, "gpus": ()}
 ONE = Sample("actor.update", "train", "m", "cpu", 1, 1, 8, 80, 0.5, 0.5, 1e8, source="runs/one")
@@ -38,6 +38,37 @@ def test_the_newest_samples_of_each_size_are_kept(path: Path) -> None:
 def test_about_the_same_size_is_one() -> None:
     sizes = {replace(ONE, rows=rows).size for rows in (8, 8.5, 9)}
     assert len(sizes) == 1 and replace(ONE, rows=16).size not in sizes and replace(ONE, tokens=0).size not in sizes
+
+
+def test_what_auctions_learned_is_kept_the_last_of_each(path: Path) -> None:
+    old, new, other = Learned("actor m", "threads", 0.25), Learned("actor m", "threads", 0.5), Learned("a", "workers", 1.0)
+    ProfileBase.add(path, MACHINE, [ONE], [old])
+    ProfileBase.add(path, MACHINE, [], [new, other])
+    base = ProfileBase.open(path, MACHINE)
+    assert base.scalings == base.without("runs/one").scalings == [new, other] and base.samples == [ONE]
+    assert (base.scaling("actor m", "threads"), base.scaling("actor m", "workers")) == (0.5, None)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE scalings SET parallel = 1.5 WHERE work = 'a'")
+    with pytest.raises(ProfileError, match="damaged base of task profiles"):
+        ProfileBase.open(path)
+
+
+def test_a_base_without_an_auction_learns_of_one(path: Path) -> None:
+    ProfileBase.add(path, MACHINE, [ONE])
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE scalings")
+    assert ProfileBase.open(path).scalings == []
+
+
+def test_units_are_compared_where_several_were_measured(path: Path) -> None:
+    """A call of each verb of the roles that are named, of its newest size."""
+    many = [replace(ONE, threads=4, seconds=0.2), replace(ONE, verb="actor.prepare", seconds=0.1)]
+    other = [replace(ONE, model="n", threads=9), replace(ONE, verb="critic.update", threads=8), replace(ONE, flops=1.0)]
+    ProfileBase.add(path, {**MACHINE, "cores": 8}, [sample for sample in (ONE, *many, *other) for _ in range(4)])
+    base = ProfileBase.open(path)
+    (few, few_s), (most, most_s) = base.ends({"actor": ("m", "cpu")}, "threads") or [(0, 0.0)] * 2
+    assert (few, most) == (1, 4) and (few_s, most_s) == (pytest.approx(0.5, rel=0.05), pytest.approx(0.2, rel=0.05))
+    assert base.ends({"actor": ("m", "cpu")}, "workers") is None is base.ends({"critic": ("m", "cpu")}, "threads")
 
 
 def _write(path: Path, rows: int) -> None:

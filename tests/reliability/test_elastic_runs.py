@@ -14,8 +14,11 @@ from test_runs import assert_equal, records, run, state
 from test_worker_groups import CALM, assert_near, on_ray
 from worker_faults import Fault, spied, striking
 
+from hybridflow.build_profile import base_here
 from hybridflow.commands.auction import outcomes
 from hybridflow.commands.ledger import balance
+from hybridflow.commands.verify_resume import compare
+from hybridflow.controller.ray_runtime import RayRuntime
 from hybridflow.planner.auction import Auction, Round
 from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.timeline import read_timeline
@@ -42,17 +45,17 @@ def dictated(auction: Auction, *given: Any) -> Round:
 ROUND = Auction.round
 
 
-def elastic_run(folder: Path, *faults: Fault) -> Path:
+def elastic_run(folder: Path, *faults: Fault, **keys: Any) -> Path:
     """Of three env workers at first."""
     data = on_ray(ELASTIC, {"learn": 1, "envs": 3}, actor="learn", critic="learn", sampler="envs")
-    return dictated_run(data, folder, *faults)
+    return dictated_run(data, folder, *faults, **keys)
 
 
-def dictated_run(data: dict[str, Any], folder: Path, *faults: Fault) -> Path:
+def dictated_run(data: dict[str, Any], folder: Path, *faults: Fault, **keys: Any) -> Path:
     data = with_keys(data, threads="auction", recovery__deadline_s=4.0)
     every, rounds = mock.patch("hybridflow.allocator.EVERY", 1), mock.patch.object(Auction, "round", dictated)
     with every, rounds, striking(*faults) as struck:
-        ended = run(data, folder)
+        ended = run(data, folder, **keys)
     assert struck == list(faults)
     return ended
 
@@ -85,6 +88,37 @@ def test_a_run_whose_workers_change_learns_what_one_process_learns_and_goes_on_a
     check_same(elastic, still)
     longer = {"train__steps": 10, "resume": "latest"}
     assert_near(run(ELASTIC, still, **longer), run(ELASTIC, elastic, **longer), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_run_that_is_cut_goes_on_with_its_units_and_is_the_whole_one_bit_for_bit(tmp_path: Path) -> None:
+    whole = elastic_run(tmp_path / "whole")
+    halves = elastic_run(tmp_path / "halves", train__steps=4)
+    taken, resize = list[Any](), RayRuntime.resize
+    with mock.patch.object(RayRuntime, "resize", lambda runtime, *given: (taken.append(given), resize(runtime, *given))[1]):
+        elastic_run(tmp_path / "halves", resume="latest")
+    assert taken[0][:2] == ("sampler", GIVEN[3]), "before any round"
+    assert [found for found in compare(whole, halves) if found.differs] == []
+    rounds = [[one.round for one in outcomes(path / "auction.jsonl")] for path in (whole, halves)]
+    assert [one.before for one in rounds[0]] == [one.before for one in rounds[1]]
+    assert [one.units["envs"] for one in rounds[1]] == GIVEN
+    assert state(halves)["auction"]["auction"]["units"] == {"envs": GIVEN[7], "learn": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_second_run_begins_with_what_the_first_has_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDFLOW_HOME", str(tmp_path / "home"))
+    known = []
+    for name in ("first", "second"):
+        ended = elastic_run(tmp_path / name)
+        sources = [{bid.name: bid.source for bid in one.round.bids} for one in outcomes(ended / "auction.jsonl")]
+        learned = state(ended)["auction"]["held"]["envs"]["scaling"][0]
+        (kept,) = [one for one in base_here().scalings if one.work.startswith("sampler ")]
+        assert kept.parallel == learned and kept.units == "workers" and sources[-1]["envs"] == "this run"
+        known.append(sources[0]["envs"])
+    assert known == ["constants", "earlier runs"]
 
 
 @pytest.mark.slow
