@@ -95,7 +95,8 @@ class Scaling:
 @dataclass
 class Tenant:
     """A pool that bids. ``kind`` of its ``units``, of which it has 1 to ``most``; each needs so many ``slots``. Tenants of
-    one ``lane`` run one after another. ``work``: what its roles are, for profiles."""
+    one ``lane`` run one after another. ``work``: what its roles are, for profiles. ``paced``: rows follow the speeds of its
+    workers."""
 
     pool: str
     kind: Literal["workers", "processes", "threads"]
@@ -107,6 +108,7 @@ class Tenant:
     scaling: Scaling
     speeds: tuple[float, ...] = ()
     work: str = ""
+    paced: bool = True
 
     def bidder(self, measured_s: float) -> Bidder:
         levels = range(1, self.most + 1)
@@ -127,7 +129,7 @@ class Tenant:
 
     def pace(self, busy: Mapping[int, float]) -> tuple[float, ...]:
         """Of its workers, which were so ``busy``; only what a sampler's are dealt follows speeds."""
-        if self.kind != "workers" or self.roles != ["sampler"] or not busy.keys() >= {*range(self.units)}:
+        if not self.paced or self.kind != "workers" or self.roles != ["sampler"] or not busy.keys() >= {*range(self.units)}:
             return self.speeds
         return paced([busy[rank] for rank in range(self.units)], self.scaling.rows, self.speeds)
 
@@ -151,8 +153,9 @@ def _tenant(runtime: RayRuntime, pool: str, roles: Sequence[str], lane: str, slo
     if len(own) == len(roles) and min(own) > 0:
         return Tenant(pool, "processes", roles, min(own), slots, 1, lane, Scaling(PARALLEL["processes"]))
     if size > 1 and all(not runtime.obstacle(role) and runtime.widest(known[role]).size == size for role in roles):
-        units = min(map(runtime.num_workers, roles))
-        return Tenant(pool, "workers", roles, units, size, 1, lane, Scaling(PARALLEL["workers"], rows))
+        units, apart = min(map(runtime.num_workers, roles)), any(map(runtime.by_itself, roles))
+        workers = Scaling(PARALLEL["workers"], 0 if apart else rows)
+        return Tenant(pool, "workers", roles, units, size, 1, lane, workers, paced=not apart)
     threads = Scaling(PARALLEL["threads"])
     return Tenant(pool, "threads", roles, runtime.num_threads(pool), max(1, slots // size), size, lane, threads)
 

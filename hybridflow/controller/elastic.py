@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from hybridflow.controller.protocols import blocks
 from hybridflow.core.placement import Mesh
 from hybridflow.core.roles import HandsOver, Role, is_control, verb_of
 
-__all__ = ["hands_over", "has_own_workers", "obstacle"]
+__all__ = ["hands_over", "has_own_workers", "home", "members_of", "obstacle"]
 
 
 def has_own_workers(role: Role[Any]) -> bool:
@@ -19,6 +22,17 @@ def has_own_workers(role: Role[Any]) -> bool:
 def hands_over(role: Role[Any]) -> bool:
     """Whether its workers have state that goes with rows."""
     return isinstance(role.worker, type) and issubclass(role.worker, HandsOver)
+
+
+def members_of(workers: int, members: int) -> list[int]:
+    """How many of the members, which roll out by themselves, from rows of their own, take turns in each of so many
+    workers."""
+    return [len(part) for part in blocks(np.ones(members, np.int64), workers)]
+
+
+def home(member: int, workers: int, members: int) -> int:
+    """In which of so many workers a member is."""
+    return int(np.searchsorted(np.cumsum(members_of(workers, members)), member, side="right"))
 
 
 def obstacle(role: Role[Any], widest: Mesh) -> str | None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.cores import Share
-from hybridflow.controller.elastic import hands_over, has_own_workers, obstacle
+from hybridflow.controller.elastic import hands_over, has_own_workers, home, members_of, obstacle
 from hybridflow.controller.handle import Handle, check_reads
 from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
@@ -92,7 +92,7 @@ class RayRuntime(KeepsState):
         self._workers: dict[str, int] = {}
         self._speeds: dict[str, tuple[float, ...]] = {}
         self._threads: dict[str, int] = {}
-        self._members: set[str] = set()
+        self._members: dict[str, int] = {}
         self._shares: dict[str, list[Share]] = {}
         self._methods: dict[tuple[str, int, int], Any] = {}
         self.groups: dict[str, WorkerGroup] = {}
@@ -204,7 +204,7 @@ class RayRuntime(KeepsState):
         if self._in_place(learner, sampler):
             return
         self._published.add((learner, sampler))
-        ranks = range(self.mesh(self.roles[sampler]).size) if only is None else (only,)
+        ranks = range(self.mesh(self.roles[sampler]).size) if only is None else (self._home(sampler, only),)
         self._send_weights(learner, sampler, ranks, alone=only is not None)
 
     def _send_weights(self, learner: str, sampler: str, ranks: Sequence[int], alone: bool = False) -> None:
@@ -225,11 +225,11 @@ class RayRuntime(KeepsState):
                 self._streams[sampler] = [*filter(self.tasks.__contains__, self._streams[sampler]), *sent]
 
     def member(self, handle: W, rank: int, /) -> W:
-        """The role's process ``rank`` alone."""
+        """The role's process ``rank`` alone; of one whose rows are its own, the process that it is in, see ``resize``."""
         role = cast(Handle, handle).role
         if begins_early(role.worker):
             self._streams.setdefault(role.name, [])
-        self._members.add(role.name)
+        self._members[role.name] = max(rank + 1, self._members.get(role.name, 0))
         return cast(W, Handle(self, role, rank))
 
     def ready(self) -> None:
@@ -259,6 +259,7 @@ class RayRuntime(KeepsState):
         processes of its own; nobody waits for that. ``speeds``: see ``Mesh``.
 
         State that goes with rows goes over to who has them from now on, and samplers that join get the learner's weights.
+        Members that roll out by themselves keep their rows, and take turns where there are fewer processes.
         ContractError for a role that can't, see ``obstacle``.
         """
         role = self.roles[name]
@@ -270,29 +271,37 @@ class RayRuntime(KeepsState):
             raise ContractError(f"role {name!r} can't change its workers: {found}")
         if workers not in range(1, (most := self.widest(role).size) + 1):
             raise ContractError(f"role {name!r} can't have {workers} workers: expected 1 to {most}, as in its pool")
+        if self.by_itself(name) and len({*(parts := members_of(workers, self._members[name]))}) > 1:
+            speeds = tuple(map(float, parts))
         old, new = self.mesh(role), replace(self.widest(role), dp=workers, speeds=speeds)
         self._workers[name], self._speeds[name] = workers, speeds
         if new != old:
             self._regroup(role, old, new)
         for learner in [learner for learner, sampler in self._published if sampler == name]:
-            self._send_weights(learner, name, range(old.size, new.size))
+            self._send_weights(learner, name, range(old.size, new.size), alone=name in self._members)
+
+    def by_itself(self, name: str) -> bool:
+        """Whether each member of a role rolls out by itself, from rows of its own."""
+        return name in self._members and hands_over(self.roles[name])
+
+    def _home(self, name: str, member: int) -> int:
+        """The rank of the process in which a role's member is."""
+        return home(member, self.mesh(self.roles[name]).size, self._members[name]) if self.by_itself(name) else member
 
     def obstacle(self, name: str) -> str | None:
         """Why a role can't change its workers; None: it can."""
         if any(sampler == name and self._in_place(learner, sampler) for learner, sampler in self._links):
             return "it reads weights in place; give it a pool of its own"
-        if name in self._members and hands_over(self.roles[name]):
-            return "its workers roll out by themselves, each from rows of its own"
         return obstacle(self.roles[name], self.widest(self.roles[name]))
 
     def _regroup(self, role: Role[Any], old: Mesh, new: Mesh) -> None:
-        group, what, given = self._group(role.name), f"{role.name}: resize", list[Any]()
+        group, what, given, alone = self._group(role.name), f"{role.name}: resize", list[Any](), role.name in self._members
         for rank, process in enumerate(group.processes[: max(old.size, new.size)]):
             done, states = process.resize.options(num_returns=2).remote(role.name, new, rank >= old.size)
-            self.tasks.add(done, Task(what, group, rank, alone=role.name in self._streams))
+            self.tasks.add(done, Task(what, group, rank, alone=alone))
             given.append(states)
         if hands_over(role):
-            self._each(role.name, what, lambda process: process.take_over.remote(role.name, given), range(new.size))
+            self._each(role.name, what, lambda process: process.take_over.remote(role.name, given), range(new.size), alone)
 
     def num_workers(self, name: str, /) -> int:
         """In how many processes a role works, or how many of its own its worker has."""
@@ -326,6 +335,7 @@ class RayRuntime(KeepsState):
         """Ask every rank for its part, or one for all of it; the result's columns are lazy."""
         reads, writes = role.columns_of(verb, arguments)
         where, group, alone = f"{role.name}.{name}", self._group(role.name), only is not None
+        only = None if only is None else self._home(role.name, only)
         mesh = Mesh() if alone else self.mesh(role)
         check_reads(where, reads, batch)
         call = self._describe(role.name, name, batch.select(reads), arguments, writes, mesh)

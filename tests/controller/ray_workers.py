@@ -216,6 +216,8 @@ class Copy:
 class Counter:
     """Counts how often each row came, which goes with the row."""
 
+    dealt = DP
+
     def __init__(self, context: WorkerContext) -> None:
         self.context, self.counts = context, dict[int, int]()
 
@@ -248,7 +250,7 @@ class Counter:
     def _is_mine(self, row: int) -> bool:
         """Of six rows."""
         rank = self.context.rank
-        return rank < self.context.mesh.size and row in DP.distribute(np.ones(6, np.int64), self.context.mesh)[rank]
+        return rank < self.context.mesh.size and row in self.dealt.distribute(np.ones(6, np.int64), self.context.mesh)[rank]
 
     @control(ALL_TO_ALL)
     def pids(self) -> list[int]:
@@ -257,6 +259,12 @@ class Counter:
     @control(ALL_TO_ALL)
     def threads(self) -> list[int]:
         return [torch.get_num_threads()]
+
+
+class Roamer(Counter):
+    """Rows are dealt as those of samplers are."""
+
+    dealt = THREE_D_ALL_MICRO_DP
 
 
 class Sleeper:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ray_workers import Copy, Counter, Drawer, Maker, role
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray_workers import Copy, Counter, Drawer, Maker, Roamer, role
 
 from hybridflow.allocator import tenants
 from hybridflow.controller.actor import LinkedActor
-from hybridflow.controller.elastic import obstacle
+from hybridflow.controller.elastic import home, members_of, obstacle
+from hybridflow.controller.protocols import THREE_D_ALL_MICRO_DP, blocks
 from hybridflow.controller.ray_runtime import RayRuntime
 from hybridflow.controller.recovery import RecoveryConfig
 from hybridflow.core.batch import Batch
@@ -30,19 +33,22 @@ class Started(NamedTuple):
     runtime: RayRuntime
     counter: Any
     actor: LinkedActor
+    roamers: list[Any]
 
 
 @pytest.fixture(scope="module")
 def started(ray_cluster: None) -> Iterator[Started]:
-    """A counter and a drawer on three processes, the drawer's learner on one."""
-    pools = ResourcePool("three", (3,)), ResourcePool("one", (1,))
-    homes = {"counter": "three", "drawer": "three", "learner": "one"}
+    """A counter and a drawer on three processes, the drawer's learner on one; roamers that count by themselves on three."""
+    pools = ResourcePool("three", (3,)), ResourcePool("one", (1,)), ResourcePool("apart", (3,))
+    homes = {"counter": "three", "drawer": "three", "learner": "one", "roamer": "apart"}
     given = {"address": None, "threads": 1, "timeout_s": 60, "gpus": False}
     runtime = RayRuntime(Placement(pools, homes, "one"), recovery=RecoveryConfig(deadline_s=3.0), **given)  # type: ignore[arg-type]
     counter = runtime.role(role("counter", Counter))
     actor = LinkedActor(runtime, Role("learner", Maker, replica=Copy), role("drawer", Drawer))
+    roamer = runtime.role(role("roamer", Roamer))
+    roamers = [runtime.member(roamer, rank) for rank in range(3)]
     runtime.ready()
-    yield Started(runtime, counter, actor)
+    yield Started(runtime, counter, actor, [*roamers, roamer])
     runtime.stop()
 
 
@@ -60,6 +66,34 @@ def test_rows_go_to_the_first_processes_from_the_next_call_on_and_their_state_wi
         assert len(counter.state_dict()) == 6
     runtime.drain()
     assert len(counter.pids()) == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
+def test_whoever_has_a_member_has_all_of_its_rows(rows: int, members: int, workers: int) -> None:
+    members = min(rows, members)
+    workers = min(members, workers)
+    weights, speeds = np.ones(rows, np.int64), tuple(map(float, members_of(workers, members)))
+    for dealt in (speeds, *([()] if len({*speeds}) == 1 else [])):
+        processes = THREE_D_ALL_MICRO_DP.distribute(weights, Mesh(dp=workers, speeds=dealt))
+        for member, share in enumerate(blocks(weights, members)):
+            assert {*share} <= {*processes[home(member, workers, members)]}
+    assert {home(member, workers, members) for member in range(members)} == {*range(workers)}
+
+
+def test_members_keep_their_rows_and_take_turns_in_fewer_processes(started: Started) -> None:
+    """Nobody waits: what a member was at comes before its rows move."""
+    runtime, (*members, roamer) = started.runtime, started.roamers
+    start, outs, homes = time.monotonic(), list[Batch](), [(0, 1, 2), (0, 1, 1), (0, 0, 0), (0, 1, 2), (0, 1, 1)]
+    for workers in (3, 2, 1, 3, 2):
+        runtime.resize("roamer", workers)
+        outs += [member.count(ROWS.rows([2 * number, 2 * number + 1]), 0.05) for number, member in enumerate(members)]
+    assert time.monotonic() - start < 0.3, "the driver goes on"
+    for round_, places in enumerate(homes):
+        for out, place in zip(outs[3 * round_ :], places, strict=False):
+            assert out["slot"].tolist() == [round_ + 1] * 2 and out["scores"].tolist() == [place] * 2
+    assert roamer.state_dict() == [(row, 5) for row in range(6)]
+    runtime.drain()
 
 
 def test_nobody_waits_while_state_moves_and_what_is_asked_meanwhile_sees_it(started: Started) -> None:
@@ -123,8 +157,9 @@ def test_what_cannot_be_done_is_told_before_anything_changes(started: Started) -
 def test_pools_bid_with_what_they_have(started: Started) -> None:
     runtime = started.runtime
     runtime.resize("counter", 2)
+    runtime.resize("roamer", 2)
     runtime.rethread("one", 3)
-    three, one = tenants(runtime, 8, ["learner"], False, 6)
+    three, one, apart = tenants(runtime, 8, ["learner"], False, 6)
     assert (three.pool, three.kind, three.units, three.most, three.slots, three.lane) == (
         "three",
         "workers",
@@ -134,6 +169,8 @@ def test_pools_bid_with_what_they_have(started: Started) -> None:
         "rollout",
     )
     assert (one.pool, one.kind, one.units, one.most, one.slots, one.lane) == ("one", "threads", 3, 8, 1, "one")
+    assert (apart.kind, apart.units, apart.most, apart.paced, apart.scaling.rows) == ("workers", 2, 3, False, 0)
+    assert three.paced and three.scaling.rows == 6
     three.take(3, (), runtime)
     one.take(1, (), runtime)
     assert runtime.num_workers("counter") == runtime.num_workers("drawer") == 3 and runtime.num_threads("one") == 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from conftest import CARTPOLE, REVERSE, with_keys
-from test_runs import assert_equal, records, run, state
+from test_runs import ENVIRONMENTS, assert_equal, records, run, state
 from test_worker_groups import CALM, assert_near, on_ray
 from worker_faults import Fault, spied, striking
 
@@ -18,6 +21,7 @@ from hybridflow.build_profile import base_here
 from hybridflow.commands.auction import outcomes
 from hybridflow.commands.ledger import balance
 from hybridflow.commands.verify_resume import compare
+from hybridflow.controller.protocols import blocks
 from hybridflow.controller.ray_runtime import RayRuntime
 from hybridflow.planner.auction import Auction, Round
 from hybridflow.telemetry.records import read_records
@@ -38,7 +42,7 @@ GIVEN = [1, 3, 2, 2, 1, 3, 2, 1]
 def dictated(auction: Auction, *given: Any) -> Round:
     """Rounds of an auction with another result."""
     round_ = ROUND(auction, *given)
-    auction.units = {"envs": GIVEN[round_.step - 1], "learn": 1}
+    auction.units = {"envs": [*GIVEN, *[GIVEN[-1]] * 9][round_.step - 1], "learn": 1}
     return replace(round_, units=auction.units)
 
 
@@ -92,12 +96,16 @@ def test_a_run_whose_workers_change_learns_what_one_process_learns_and_goes_on_a
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_run_that_is_cut_goes_on_with_its_units_and_is_the_whole_one_bit_for_bit(tmp_path: Path) -> None:
-    whole = elastic_run(tmp_path / "whole")
-    halves = elastic_run(tmp_path / "halves", train__steps=4)
+def test_a_run_that_is_cut_goes_on_with_its_units_and_is_the_whole_one_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speeds are measured, and a forward of other rows may differ in its last digits."""
+    monkeypatch.setattr("hybridflow.allocator.paced", lambda busy, rows, speeds: speeds)
+    whole = elastic_run(tmp_path / "whole", evaluation__every=4)
+    halves = elastic_run(tmp_path / "halves", evaluation__every=4, train__steps=4)
     taken, resize = list[Any](), RayRuntime.resize
     with mock.patch.object(RayRuntime, "resize", lambda runtime, *given: (taken.append(given), resize(runtime, *given))[1]):
-        elastic_run(tmp_path / "halves", resume="latest")
+        elastic_run(tmp_path / "halves", evaluation__every=4, resume="latest")
     assert taken[0][:2] == ("sampler", GIVEN[3]), "before any round"
     assert [found for found in compare(whole, halves) if found.differs] == []
     rounds = [[one.round for one in outcomes(path / "auction.jsonl")] for path in (whole, halves)]
@@ -134,6 +142,44 @@ def test_samplers_that_are_never_done_become_more_and_fewer(tmp_path: Path) -> N
     spans = [event for event in read_timeline(ended / "timeline.json") if event.get("name") == "sampler.rollout"]
     workers = {step: {event["tid"] for event in spans if event["args"]["step"] == step} for step in range(1, 9)}
     assert len(workers[1]) == 3 and any(len(tids) == 1 for tids in workers.values())
+
+
+BY_THEMSELVES = {"environment__workers": 3, "environment__num_envs": 5, "environment__steps_per_rollout": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["a3c-cartpole", "impala-workers", "dqn-workers"])
+@pytest.mark.parametrize("fault", [None, Fault("sampler.resize", 5, [("envs", 1)])])
+def test_env_workers_that_roll_out_by_themselves_share_fewer_processes(
+    name: str, fault: Fault | None, tmp_path: Path
+) -> None:
+    """Whose rollouts stay as large as they are; in one process their turns are those of a run without Ray, bit for bit."""
+    keys = {"train__steps": 8, "checkpoint": {"every": 8}, **BY_THEMSELVES}
+    alone = with_keys(ENVIRONMENTS[name], **keys)
+    critic = {"critic": "learn"} if "impala" in name else {}
+    apart = on_ray(alone, {"learn": 1, "envs": 3}, actor="learn", sampler="envs", **critic)
+    ended = dictated_run(apart, tmp_path / "run", *([fault] if fault else []))
+    arrivals = [(line["worker"], line["staleness"]) for line in records(ended)[1:]]
+    assert len(arrivals) == 8 and {worker for worker, _ in arrivals} == {0, 1, 2}
+    pending = [worker for worker, *_ in state(ended)["trainer"]["schedule"]["pending"]]
+    rollouts = Counter([worker for worker, _ in arrivals] + pending)
+    shares = blocks(np.ones(5, np.int64), 3)
+    taken = {slot: 6 * rollouts[worker] for worker, share in enumerate(shares) for slot in share.tolist()}
+    assert {slot["slot"]: slot["state"]["num_steps"] for slot in state(ended)["sampler"]} == taken
+    assert not balance(ended / "ledger.sqlite").problems
+    spans = [event for event in read_timeline(ended / "timeline.json") if event.get("name") == "sampler.rollout"]
+    assert len({event["tid"] for event in spans}) == 3
+    assert len(read_records(ended / "recoveries.jsonl")) == 1 if fault else not (ended / "recoveries.jsonl").exists()
+    shutil.copytree(ended, tmp_path / "local")
+    more = {"train__steps": 14, "checkpoint__every": 14}
+    ray = dictated_run(apart, ended, resume="latest", **more)
+    local = run(alone, tmp_path / "local", resume="latest", **more)
+    turns = [
+        [(line["worker"], line["staleness"], line["policy_version"]) for line in records(path)[9:]] for path in (ray, local)
+    ]
+    assert turns[0] == turns[1] and len(turns[0]) == 6
+    assert_equal(*({part: state(path)[part] for part in ("trainer", "sampler", "tensors")} for path in (ray, local)))
 
 
 @pytest.mark.slow
