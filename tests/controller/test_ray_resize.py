@@ -93,6 +93,12 @@ def test_members_keep_their_rows_and_take_turns_in_fewer_processes(started: Star
         for out, place in zip(outs[3 * round_ :], places, strict=False):
             assert out["slot"].tolist() == [round_ + 1] * 2 and out["scores"].tolist() == [place] * 2
     assert roamer.state_dict() == [(row, 5) for row in range(6)]
+    start = time.monotonic()
+    late = members[2].count(ROWS.rows([4, 5]), 0.5)
+    runtime.resize("roamer", 1)
+    runtime.drain()
+    assert time.monotonic() - start < 0.5, "the end of a step waits for no member"
+    assert late["slot"].tolist() == [6, 6] and roamer.state_dict() == [*((row, 5) for row in range(4)), (4, 6), (5, 6)]
     runtime.drain()
 
 
