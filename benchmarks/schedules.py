@@ -37,7 +37,7 @@ REVERSE: dict[str, Any] = {
     "data": {"task": "reverse", "options": {"length": 8}},
     "loss": {"entropy_coef": 0.1},
     "generation": {"max_new_tokens": 48},
-    "train": {"steps": 150, "prompts_per_step": 16, "group_size": 8, "minibatches": 2},
+    "train": {"steps": 150, "prompts_per_step": 16, "group_size": 8},
 }
 ADDITION: dict[str, Any] = {
     "actor": {

@@ -173,6 +173,7 @@ def make_objective(config: RunConfig, failures: tuple[str, ...] = ()) -> Objecti
         kl_where=algorithm.kl_where,
         max_new_tokens=config.generation.max_new_tokens,
         samples_per_step=config.train.prompts_per_step * config.train.group_size,
+        one_update=config.train.minibatches * config.train.epochs == 1,
         failures=failures,
     )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import CARTPOLE, REVERSE, with_keys
 from test_runs import assert_equal, records, run, state
 from test_worker_groups import learned
 
+from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.commands.ledger import balance
 from hybridflow.config import validate
 from hybridflow.core.errors import ConfigError
+from hybridflow.telemetry.timeline import read_timeline
 
 PPO = with_keys(REVERSE, algorithm="ppo", kl={"coef": 0.1})
 AHEAD: dict[str, Any] = {"kind": "one_step_off"}
@@ -72,6 +75,20 @@ def test_one_step_off_on_pools_learns_bit_for_bit_what_one_process_learns(data: 
     assert learned(local) == learned(processes)
     assert_equal(state(local), state(processes))
     assert balance(processes / "ledger.sqlite") == balance(local / "ledger.sqlite")
+
+
+def test_a_correction_needs_no_forward_pass_of_its_own_where_a_batch_is_one_step(tmp_path: Path) -> None:
+    """What is learned is what a run with such a pass learns, but for rounding."""
+    data = with_keys(REVERSE, schedule=AHEAD, train__steps=4, train__minibatches=1)
+    alone = run(data, tmp_path / "alone")
+    with mock.patch("hybridflow.build.Objective", lambda *args, **keys: Objective(*args, **keys | {"one_update": False})):
+        other = run(data, tmp_path / "other")
+    lines = [records(path)[-1] for path in (alone, other)]
+    for name in ("actor/weight", "loss/policy", "grad_norm"):
+        assert lines[0][name] == pytest.approx(lines[1][name], rel=1e-4)
+    assert lines[0]["actor/weight"] != 1.0
+    spans = [{event["name"] for event in read_timeline(path / "timeline.json")} for path in (alone, other)]
+    assert ["actor.compute_log_probs" in names for names in spans] == [False, True]
 
 
 @pytest.mark.slow

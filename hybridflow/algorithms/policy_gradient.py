@@ -26,7 +26,7 @@ from hybridflow.ops.advantages import (
     score_rewards,
 )
 from hybridflow.ops.kl import AdaptiveKL, KLKind
-from hybridflow.ops.losses import Correction, cispo, gspo, ppo_clip, reinforce
+from hybridflow.ops.losses import Correction, cispo, gspo, in_one_update, ppo_clip, reinforce
 
 __all__ = ["KLConfig", "LossConfig", "Objective", "PolicyGradient", "ShapingConfig", "Where", "conflicts"]
 
@@ -121,7 +121,8 @@ class Objective:
     """Builds the policy loss and the shaping of scores and rewards; holds the adaptive KL coefficient.
 
     ``kl_where``: where the method's paper has the KL. ``samples_per_step``: responses that a step adds to the measured KL.
-    ``failures``: the columns in which scorers say on which rows they failed.
+    ``one_update``: a batch makes one optimizer step. ``failures``: the columns in which scorers say on which rows they
+    failed.
     """
 
     def __init__(
@@ -133,11 +134,12 @@ class Objective:
         kl_where: Where,
         max_new_tokens: int,
         samples_per_step: int,
+        one_update: bool = False,
         failures: tuple[str, ...] = (),
     ) -> None:
         self.loss, self.shaping, self.max_new_tokens = loss, shaping, max_new_tokens
         self.correction: Correction = loss.correction or "none"
-        self.failures = failures
+        self.one_update, self.failures = one_update, failures
         self.kl, self.samples_per_step = AdaptiveKL(kl.coef, kl.target, kl.horizon), samples_per_step
         self.kl_where: Where = kl.where or kl_where
         self.kl_kind: KLKind = kl.kind or ("k1" if self.kl_where == "reward" else "k3")
@@ -187,10 +189,14 @@ class Objective:
 
     def prepare(self, actor: Actor, batch: Batch) -> Batch:
         """Before anything is updated: for a correction, what the learner itself thinks of the samples."""
-        return batch if self.correction == "none" else actor.compute_log_probs(batch)
+        return batch if self.correction == "none" or self.one_update else actor.compute_log_probs(batch)
 
     def policy_loss(self) -> Fn:
         """The loss of ``[loss]``, with the KL term of ``[kl]`` if it belongs there."""
+        loss = self._policy_loss()
+        return in_one_update.bind(functions=(loss,)) if self.correction != "none" and self.one_update else loss
+
+    def _policy_loss(self) -> Fn:
         loss = self.loss
         params: dict[str, Any] = {"entropy_coef": loss.entropy_coef, "correction": self.correction}
         params["correction_cap"] = loss.correction_cap or 2.0

@@ -33,6 +33,7 @@ __all__ = [
     "cispo",
     "cross_entropy",
     "gspo",
+    "in_one_update",
     "ppo_clip",
     "reinforce",
     "value_loss",
@@ -304,6 +305,18 @@ def with_demonstrations(outputs: Tensors, columns: Tensors, functions: tuple[Fn]
     imitation = nll if loss.per == "step" else _row_means(nll, row_index[~steps])
     metrics = {**sampled.metrics, "demonstration_nll": nll.detach()}
     return sampled._replace(terms=torch.cat([sampled.terms, coef * imitation]), metrics=metrics)
+
+
+@columns(
+    reads=lambda params: tuple(name for name in params["functions"][0].reads if name != "learner_log_probs"),
+    per=lambda params: params["functions"][0].per,
+)
+def in_one_update(outputs: Tensors, columns: Tensors, functions: tuple[Fn]) -> Loss:
+    """A policy loss with a correction, for batches of which all rows make one optimizer step: the policy before the step is
+    that of its own forward pass, so nobody has to compute it beforehand. ``functions``: the loss."""
+    (loss,) = functions
+    result: Loss = loss(outputs, {**columns, "learner_log_probs": outputs["log_probs"].detach()})
+    return result
 
 
 def _kept(columns: Tensors, steps: Tensor, rows: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from hybridflow.core.errors import ContractError
 from hybridflow.core.roles import renamed
-from hybridflow.ops.losses import cispo, cross_entropy, gspo, ppo_clip, reinforce, value_loss, with_demonstrations
+from hybridflow.ops.losses import (
+    cispo,
+    cross_entropy,
+    gspo,
+    in_one_update,
+    ppo_clip,
+    reinforce,
+    value_loss,
+    with_demonstrations,
+)
 
 POLICY_LOSSES = [
     ppo_clip.bind(clip=0.2),
@@ -289,6 +298,18 @@ def test_without_a_mismatch_a_correction_changes_nothing(correction):
     corrected = ppo_clip(outputs, columns, clip=0.2, correction=correction)
     assert torch.equal(corrected.terms, ppo_clip(outputs, columns, clip=0.2).terms)
     assert not corrected.metrics["weight_cut"].any()
+
+
+@pytest.mark.parametrize("fn", [fn for fn in POLICY_LOSSES if "correction" in fn.params], ids=lambda fn: fn.name)
+def test_in_one_update_the_forward_pass_is_that_of_the_learner_before_it(fn):
+    outputs, columns = random_inputs(4)
+    alone = in_one_update.bind(functions=(fn,))
+    found = alone(outputs, {name: column for name, column in columns.items() if name != "learner_log_probs"})
+    expected = fn(outputs, {**columns, "learner_log_probs": outputs["log_probs"].detach()})
+    assert torch.equal(found.terms, expected.terms)
+    torch.testing.assert_close(gradients(found.terms.sum(), outputs), gradients(expected.terms.sum(), outputs))
+    assert "learner_log_probs" in fn.reads and set(alone.reads) == {*fn.reads} - {"learner_log_probs"}
+    assert alone.per == fn.per
 
 
 # --- combinators ---
