@@ -1,9 +1,9 @@
 """The same training under each schedule, on the same workers, in turns: seconds a step, and what was learned.
 
-    python benchmarks/schedules.py [--tasks reverse,addition] [--seeds 5] [--steps N] [--json]
+    python benchmarks/schedules.py [--tasks reverse,addition] [--schedules sync,async] [--seeds 5] [--steps N] [--json]
 
 "sync together": all roles on all workers, rollout and learning in turns. The others have one worker that learns and others
-that draw responses: "sync", "one step off", "async" (2 steps ahead, responses go on with new weights) and "async, whole"
+that draw responses: "sync", "one step off", "async" (2 steps ahead, responses go on with new weights) and "async whole"
 (new weights wait until responses have ended). Each worker has one thread of torch. Lengths of responses are skewed:
 "reverse" is a fresh model of about 0.4M parameters on digits that has 48 tokens of room and learns to stop after 9;
 "addition" is SmolLM2-135M with 24 tokens of room.
@@ -56,7 +56,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
     "one step off": {"kind": "one_step_off"},
     "async": {"kind": "async", "max_staleness": 2},
-    "async, whole": {"kind": "async", "max_staleness": 2, "partial_rollouts": False},
+    "async whole": {"kind": "async", "max_staleness": 2, "partial_rollouts": False},
 }
 
 
@@ -124,6 +124,9 @@ def rows(task: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument(
+        "--schedules", default=",".join(SCHEDULES), help="among them sync, which the others are compared with"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="0: as the task says")
@@ -131,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     for task in options.tasks.split(","):
-        of_task = results[task] = {name: [] for name in SCHEDULES}
+        of_task = results[task] = {name: [] for name in options.schedules.split(",")}
         for seed in range(1, options.seeds + 1):
             for name, runs in of_task.items():
                 runs.append(run(task, name, options.workers, seed, options.steps))
