@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,19 +68,22 @@ class Stateful(Protocol):
 @dataclass
 class Run:
     """A trainer with its runtime and its parts. ``beside``: by name, what changes no result, and is saved as well; it goes
-    on from where it stood if a checkpoint has it."""
+    on from where it stood if a checkpoint has it. ``waiting``: around whatever waits for all that is under way."""
 
     config: RunConfig
     runtime: Runtime
     parts: Parts
     trainer: Trainer
     beside: dict[str, Stateful] = field(default_factory=dict)
+    waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Everything that resuming exactly needs: one entry for the loop and one for each role; roles with models begin to
         write to ``folder``, see ``Runtime.saved``."""
+        with self.waiting():
+            trainer = self.trainer.state_dict()
         beside = {name: one.state_dict() for name, one in self.beside.items()}
-        return {"trainer": self.trainer.state_dict(), **beside, **self.runtime.save(folder)}
+        return {"trainer": trainer, **beside, **self.runtime.save(folder)}
 
     def load(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint. CheckpointError: it is of another run, or damaged."""

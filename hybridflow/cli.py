@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 RESUME = "go on from a checkpoint, by default the newest; auto: the newest that is whole or, if there is none, the start"
 
+REPLAY = "repeat a run on Ray whose result depended on what came first, bit for bit, in another run_dir"
+
 OVERRIDE = "any key of the configuration can be overridden: --section.key value (hybridflow keys lists them)"
 
 MEMORY = (
@@ -144,6 +146,7 @@ def _add_running(command: Callable[..., argparse.ArgumentParser]) -> None:
     train.add_argument(
         "--restarts", type=int, default=0, metavar="N", help="go on from the newest checkpoint when the run dies, so often"
     )
+    train.add_argument("--replay", type=Path, metavar="RUN", help=REPLAY)
     evaluate = command("eval", _eval, f"score a configuration's model, or a run's, on held-out data; {OVERRIDE}", True)
     evaluate.add_argument("source", type=Path, help="TOML file or run directory")
     evaluate.add_argument("--episodes", type=int, metavar="N", help="of an environment; default: evaluation.limit")
@@ -365,12 +368,25 @@ def _add_bench(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _train(options: Any) -> int:
+    if options.replay is not None:
+        return _replay(options)
     if options.restarts:
         return _supervise(options)
     from hybridflow.config import load_config
     from hybridflow.launch import train
 
     return train(load_config(options.config, options.overrides), options.resume)
+
+
+def _replay(options: Any) -> int:
+    from hybridflow.arrivals import read_recording
+    from hybridflow.config import load_config
+    from hybridflow.launch import train
+
+    if options.resume is not None or options.restarts:
+        raise UserError("train: --replay repeats a run from its start on; leave out --resume and --restarts")
+    config = load_config(options.config, options.overrides)
+    return train(config, recording=read_recording(options.replay, config))
 
 
 def _supervise(options: Any) -> int:

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from hybridflow import checkpoint
 from hybridflow.allocator import Allocator, make_allocator
+from hybridflow.arrivals import Recording, direct
 from hybridflow.build import Run
 from hybridflow.build_profile import ProfileKeeper
 from hybridflow.config import RunConfig, resolved
-from hybridflow.core.config import read_toml
+from hybridflow.core.config import differences, read_toml
 from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
 from hybridflow.core.resident import MemoryMeter
 from hybridflow.hooks import Checkpointer, Evaluator, Exporter, Reporter, Watch
@@ -37,17 +38,21 @@ __all__ = ["train"]
 EVALUATION = ("eval/score", "eval/low", "eval/high", "eval/count")
 
 
-def train(config: RunConfig, resume: str | None = None, until: int | None = None) -> int:
+def train(
+    config: RunConfig, resume: str | None = None, until: int | None = None, recording: Recording | None = None
+) -> int:
     """Run to the end, or until so many steps are done; the exit code: 0, or 128 and the number of the signal, SIGINT
     (Ctrl-C) or SIGTERM, that ended the run after a step, which was then saved.
 
     ``resume``: a checkpoint folder, "latest" for the newest of the run directory, "auto" for the newest that is whole or,
-    if there is none yet, the start; None for a new run.
+    if there is none yet, the start; None for a new run, which may repeat a ``recording``.
     """
     path = Path(config.run_dir)
+    if recording is not None:  # to go on after a loss, it would have to wait where the recorded run didn't
+        config = config.model_copy(update={"recovery": config.recovery.model_copy(update={"max_restarts": 0})})
     if resume is None or (resume == "auto" and not RunDirectory(path).config.exists()):
         RunDirectory.refuse_used(path)
-        return _build_and_train(config, False, None, until)
+        return _build_and_train(config, False, None, until, recording)
     with RunDirectory(path).locked():
         saved = _resumed(path, resume)
         if saved is not None and saved.step >= config.train.steps and resume != "auto":
@@ -70,15 +75,21 @@ def _resumed(path: Path, resume: str) -> checkpoint.Checkpoint | None:
     return saved
 
 
-def _build_and_train(config: RunConfig, exists: bool, saved: checkpoint.Checkpoint | None, until: int | None) -> int:
+def _build_and_train(
+    config: RunConfig,
+    exists: bool,
+    saved: checkpoint.Checkpoint | None,
+    until: int | None,
+    recording: Recording | None = None,
+) -> int:
     path, memory = Path(config.run_dir), MemoryMeter()
     run = build_again(config)
     try:
-        directory = _directory(path, config, exists)
+        directory = _directory(path, config, exists, recording)
         if saved is None:
             directory.clear()
         with contextlib.nullcontext() if exists else directory.locked():
-            return _train(run, directory, saved, memory, until)
+            return _train(run, directory, saved, memory, until, recording)
     except BaseException:
         if not exists and run.trainer.step == 0:
             shutil.rmtree(path, ignore_errors=True)  # made by this run, which has done nothing yet: the name stays free
@@ -88,14 +99,19 @@ def _build_and_train(config: RunConfig, exists: bool, saved: checkpoint.Checkpoi
 
 
 def _train(
-    run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None, memory: MemoryMeter, until: int | None
+    run: Run,
+    directory: RunDirectory,
+    saved: checkpoint.Checkpoint | None,
+    memory: MemoryMeter,
+    until: int | None,
+    recording: Recording | None,
 ) -> int:
     recovery, aside = Recovery(run, directory.recoveries, directory.checkpoints), list[str]()
     with contextlib.closing(recovery):
         recovery.begin(lambda: _begin(run, directory, saved))
         if saved is not None:
             aside = checkpoint.set_aside(directory.checkpoints, saved.step)
-        return _run(run, directory, memory, recovery, until, aside)
+        return _run(run, directory, memory, recovery, until, aside, recording)
 
 
 def _begin(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None) -> None:
@@ -108,7 +124,13 @@ def _begin(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | Non
 
 
 def _run(
-    run: Run, directory: RunDirectory, memory: MemoryMeter, recovery: Recovery, until: int | None, aside: list[str]
+    run: Run,
+    directory: RunDirectory,
+    memory: MemoryMeter,
+    recovery: Recovery,
+    until: int | None,
+    aside: list[str],
+    recording: Recording | None,
 ) -> int:
     trainer, config = run.trainer, run.config
     start, steps = trainer.step, config.train.steps
@@ -122,19 +144,20 @@ def _run(
         Ledger(directory.ledger, trainer, run.parts.failures, config.environment is not None) as ledger,
         ProfileKeeper(config, directory.path, lambda line: console.note(line, "yellow"), *learned) as profiles,
     ):
+        arrivals = direct(run, directory, recording, console.note)
         evaluator = _evaluator(run, console, timeline)
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, start or -1)
         checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
         watch = (ledger, Reporter(tracker, console, timeline, memory), profiles, Watch(guards, console))
         trainer.hooks = [*([evaluator] if evaluator else []), *watch, *allocators, checkpointer]
-        rewinds = [ledger.rewind, *(allocator.rewind for allocator in allocators)]
+        rewinds = [ledger.rewind, *(hook.rewind for hook in allocators), *(hook.rewind for hook in arrivals)]
         recovery.watch(checkpointer, console.note, *rewinds, lambda step: _rewind(step, tracker, timeline, guards))
         if given.export_every:
             exporter = Exporter(run.parts.export, directory.model, given.export_every, timeline, guards.doubtful)
             recovery.go_on(lambda: exporter.run(start))
             trainer.hooks = [*trainer.hooks, exporter]
-        trainer.hooks = [*trainer.hooks, recovery]
+        trainer.hooks = [*trainer.hooks, recovery, *arrivals]
         console.note(recovery.go_on(run.parts.describe))
         if aside:
             console.note(f"later checkpoints are no past of this run any more: renamed to {', '.join(aside)}", "yellow")
@@ -181,7 +204,8 @@ def _evaluator(run: Run, console: RunConsole, timeline: Timeline) -> Evaluator |
         return None
 
     def once() -> Any:
-        result = evaluate()
+        with run.waiting():
+            result = evaluate()
         run.runtime.drain()  # what evaluating measured belongs to no step
         return result
 
@@ -199,24 +223,15 @@ def _finish(run: Run, directory: RunDirectory, console: RunConsole) -> None:
     console.note(f"model: {directory.model}")
 
 
-def _directory(path: Path, config: RunConfig, resumed: bool) -> RunDirectory:
+def _directory(path: Path, config: RunConfig, resumed: bool, recording: Recording | None) -> RunDirectory:
     if not resumed:
-        return RunDirectory.create(path, resolved(config))
+        replay = "" if recording is None else f"# a replay of {recording.run}\n"
+        return RunDirectory.create(path, replay + resolved(config))
     directory = RunDirectory.open(path)
-    changed = _differences(read_toml(directory.config), tomllib.loads(resolved(config)))
-    if changed:
+    found = differences(read_toml(directory.config), tomllib.loads(resolved(config)))
+    if changed := [f"{key} = {now!r} (was {was!r})" for key, was, now in found]:
         Console().print(f"resuming with other settings than before: {', '.join(changed)}", style="yellow")
     return directory
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in sorted(old.keys() | new.keys()):
-        if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
-            found += _differences(old[key], new[key], f"{prefix}{key}.")
-        elif old.get(key) != new.get(key):
-            found.append(f"{prefix}{key} = {new.get(key)!r} (was {old.get(key)!r})")
-    return found
 
 
 @contextlib.contextmanager

@@ -227,16 +227,21 @@ def test_the_commands_of_the_page_on_the_hybrid_engine_run(
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-def test_the_command_of_the_page_on_schedules_runs(
+def test_the_commands_of_the_page_on_schedules_run(
     hybridflow: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    [train] = commands(ROOT / "docs" / "schedules.md")
-    trained = hybridflow(*shortened(train)[1:])
-    assert trained.code == 0 and "step 3/3" in trained.out, trained
-    told = [json.loads(line) for line in (tmp_path / "runs" / "async_reverse" / "metrics.jsonl").read_text().splitlines()]
+    for words in commands(ROOT / "docs" / "schedules.md"):
+        trained = hybridflow(*shortened(words)[1:])
+        assert trained.code == 0 and "step 3/3" in trained.out, trained
+    told, again = [
+        [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("async_reverse", "again")
+    ]
     assert [line["staleness"] for line in told if "staleness" in line] == [0, 1, 2]
+    for name in ("loss/policy", "grad_norm", "response_length/mean"):
+        assert [line.get(name) for line in told] == [line.get(name) for line in again]
 
 
 @pytest.mark.timeout(300)

@@ -105,13 +105,19 @@ class StreamingActor(LinkedActor):
         super().__init__(runtime, learner, sampler)
         self._members = [runtime.member(self._sampler, rank) for rank in range(num_workers)]
         self._open: list[list[Batch]] = [[] for _ in self._members]
+        self.dealt = list[int]()
+        """the sampler of each call"""
+        self.directed = deque[int]()
+        """those of the next calls, as they were in a run that is repeated"""
 
     def begin(self, batch: Batch) -> None:
         self.renew()
         calls, workers = list[Batch](), range(self.runtime.num_workers(self._names[1]))
         self._open = [self.runtime.pending(batches) for batches in self._open]
         for rows in pieces(batch, CALLS * len(workers) if len(workers) > 1 else 1):
-            worker = min(workers, key=lambda number: sum(map(len, self._open[number])))
+            fewest = min(workers, key=lambda number: sum(map(len, self._open[number])))
+            worker = self.directed.popleft() if self.directed else fewest
+            self.dealt.append(worker)
             calls.append(self._members[worker].rollout(batch.rows(rows)))
             self._open[worker].append(calls[-1])
         self.begun.append(Batch.concat(calls))

@@ -435,6 +435,11 @@ class Process:
         return self.node, max(resident_bytes(), gpu)
 
     @lane
+    def aside(self, role: str, method: str, *arguments: Any) -> Any:
+        """A method of a role's worker that may come while it is at something else."""
+        return getattr(self.roles[role][1], method)(*arguments)
+
+    @lane
     def stacks(self) -> str:
         """Where every thread stands that runs code of the product or below it."""
         frames, own = sys._current_frames(), threading.get_ident()

@@ -44,6 +44,7 @@ from hybridflow.controller.ray_process import (
     unship,
 )
 from hybridflow.controller.ray_tasks import OpenTasks, Task
+from hybridflow.controller.ray_watch import Key
 from hybridflow.controller.recovery import NEVER, RecoveryConfig
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
@@ -85,6 +86,9 @@ class RayRuntime(KeepsState):
         self.roles: dict[str, Role[Any]] = {}
         self._links: list[tuple[str, str]] = []
         self._reports: dict[int, tuple[Role[Any], str, bool, Report]] = {}
+        self._ahead: dict[Any, tuple[Key, int]] = {}
+        """of members' calls that no other call has read from: process and number of the report"""
+        self._read: list[Any] = []
         self._number, self._driver_bytes = 0, 0
         self._held: dict[tuple[int, str], tuple[OutputRefs, Any]] = {}
         self._published: set[tuple[str, str]] = set()
@@ -338,7 +342,8 @@ class RayRuntime(KeepsState):
         only = None if only is None else self._home(role.name, only)
         mesh = Mesh() if alone else self.mesh(role)
         check_reads(where, reads, batch)
-        call = self._describe(role.name, name, batch.select(reads), arguments, writes, mesh)
+        seen = batch.select(reads)
+        call = self._describe(role.name, name, seen, arguments, writes, mesh)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
         if role.name in self._streams:
             self._begin(verb, where, group, only, shipped)
@@ -346,6 +351,10 @@ class RayRuntime(KeepsState):
         counted = mesh.leaders if verb.protocol.view else verb.protocol.collect(mesh)
         single = self.mesh(role).size == 1
         needs = {refs.writer: list(refs.columns) for refs in call.outputs if refs.writer != "driver"}
+        if alone:
+            self._ahead[refs[0][0]] = (group.pool.name, cast(int, only)), self._number
+        else:
+            self._reads(seen)
         for rank, (report, *_) in enumerate(refs):
             done = self._reporting(role, where, rank in counted)
             self.tasks.add(report, Task(where, group, rank + (only or 0), done, alone, single, needs))
@@ -358,6 +367,15 @@ class RayRuntime(KeepsState):
         source = _Source(self, output, [ref[0] for ref in collected], known)
         new = {column: Lazy(((source, column),)) for column in names}
         return batch.with_columns(**new) if verb.rows == "same" else Batch(new)
+
+    def _reads(self, batch: Batch) -> None:
+        """Members' calls are told of in the step in which others read from them, or from later ones of their process: in
+        which step they are done is up to the machine."""
+        last = {self._ahead[report] for report in _reports(batch) if report in self._ahead}
+        for report, (key, number) in list(self._ahead.items()):
+            if any(key == process and number <= until for process, until in last):
+                del self._ahead[report]
+                self._read.append(report)
 
     def _begin(self, verb: Verb, where: str, group: WorkerGroup, only: int | None, shipped: Any) -> None:
         """Before a call of a role whose members' calls begin early. One to all of its processes has to wait until they have
@@ -438,6 +456,13 @@ class RayRuntime(KeepsState):
         self.tasks.wait(asked)
         return results[0] if protocol is None else [entry for rank in wanted for entry in results[rank]]
 
+    def aside(self, role: str, method: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a method of a role's worker in each process, in the middle of what it is at, with its entries of the
+        ``arguments``; what they return."""
+        with self.tasks.blaming():
+            own = zip(self._group(role).processes, *arguments, strict=True)
+            return list(ray.get([process.aside.remote(role, method, *given) for process, *given in own]))
+
     def wait_any(self, batches: Sequence[Batch], /) -> int:
         """Until all columns of one of ``batches`` are there; its number."""
         return self.tasks.wait_first([_reports(batch) for batch in batches])
@@ -458,11 +483,19 @@ class RayRuntime(KeepsState):
         return keep
 
     def drain(self) -> Drained:
-        """Metrics and spans since the last drain. Waits for all calls but those of members; what no batch refers to any
-        more is forgotten."""
+        """Metrics and spans since the last drain. Waits for all calls but those of members, whose metrics come when others
+        have read from them; what no batch refers to any more is forgotten."""
         self.tasks.wait()
+        self.tasks.wait(self._read)
+        self._read.clear()
         metrics, spans = Metrics(), list[Span]()
-        for _, (_, where, counts, report) in sorted(self._reports.items()):
+        early = {number for _, number in self._ahead.values()}
+        for number, (_, where, counts, report) in sorted(self._reports.items()):
+            spans += [replace(span, start_s=span.start_s - self._clock_s) for span in report.spans]
+            report.spans = ()
+            if number in early:
+                continue
+            del self._reports[number]
             if counts:
                 metrics.merge(report.metrics)
             for writer, size in report.pulled.items():
@@ -470,9 +503,7 @@ class RayRuntime(KeepsState):
             self._driver_bytes += report.inlined_bytes
             metrics.maximum("workers/rss_gb_max", report.rss_bytes / 1e9)
             metrics.maximum("memory/grown_gb", report.grown_bytes / 1e9)
-            spans += [replace(span, start_s=span.start_s - self._clock_s) for span in report.spans]
         metrics.count("driver/bytes", self._driver_bytes)
-        self._reports.clear()
         self._held.clear()
         self._driver_bytes = 0
         return Drained(metrics, spans)
@@ -521,7 +552,7 @@ class RayRuntime(KeepsState):
         unfit = self.tasks.unfit(broken)
         self._end(unfit)
         broken |= unfit
-        for forgotten in (self._reports, self._held, self._methods):
+        for forgotten in (self._reports, self._held, self._methods, self._ahead, self._read):
             forgotten.clear()
         self._streams = {role: [] for role in self._streams}
         self._driver_bytes = 0

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hybridflow.core.errors import ConfigError
 
-__all__ = ["Config", "apply_overrides", "keys", "parse", "read_toml", "to_toml", "toml_key", "toml_value"]
+__all__ = ["Config", "apply_overrides", "differences", "keys", "parse", "read_toml", "to_toml", "toml_key", "toml_value"]
 
 C = TypeVar("C", bound="Config")
 
@@ -90,6 +90,16 @@ def keys(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any, Any,
 def to_toml(config: Config, leave_out: Collection[str] = ()) -> str:
     """All values as TOML, readable by ``read_toml``, without keys that have none and without the keys ``leave_out``."""
     return "\n".join(_sections(config.model_dump(mode="json", exclude=set(leave_out)), ())) + "\n"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) wherever they differ, in the order of the keys; None where a key is missing."""
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from differences(was, now, f"{prefix}{key}.")
+        elif was != now:
+            yield f"{prefix}{key}", was, now
 
 
 def _sections(data: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

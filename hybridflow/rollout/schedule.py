@@ -191,12 +191,18 @@ class Asynchronous(_Learning):
     ) -> None:
         super().__init__(updates)
         self.wait_any, self.turn_to, self.shares, self._pending = wait_any, turn_to, shares, list[_Pending]()
+        self.order: Mapping[int, int] = {}
+        """by step, whose rollout is learned from, whoever is there first: in a run that is repeated"""
         self._metrics: dict[str, float] = {}
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The last batch that was learned from; None if the buffer gave none."""
         self._send(algorithm, source(step))
-        arrived = self._pending.pop(self.wait_any([pending.batch for pending in self._pending]))
+        if step in self.order:
+            first = [pending.worker for pending in self._pending].index(self.order[step])
+        else:
+            first = self.wait_any([pending.batch for pending in self._pending])
+        arrived = self._pending.pop(first)
         self._metrics = {"worker": arrived.worker, "staleness": self.version - arrived.version}
         buffer.add(arrived.batch, arrived.version)
         return self.learn(algorithm, buffer)

@@ -6,6 +6,7 @@ samples.jsonl    a few responses of every step
 timeline.json    when each role ran (Chrome trace; opens in Perfetto)
 ledger.sqlite    what became of every sample
 auction.jsonl    one line for each round of the auction of resources, if there is one
+arrivals.jsonl   what came when, where that is up to the machine
 recoveries.jsonl one line for each time that workers were lost and the run went on
 result.json      the outcome of an evaluation
 checkpoints/     what a run resumes from
@@ -122,6 +123,10 @@ class RunDirectory:
         return self.path / "auction.jsonl"
 
     @property
+    def arrivals(self) -> Path:
+        return self.path / "arrivals.jsonl"
+
+    @property
     def result(self) -> Path:
         return self.path / "result.json"
 
@@ -148,4 +153,5 @@ class RunDirectory:
         keep_until(self.metrics, step)
         keep_until(self.samples, step)
         keep_until(self.auction, step)
+        keep_until(self.arrivals, step)
         keep_events_until(self.timeline, step)

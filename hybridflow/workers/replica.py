@@ -62,7 +62,7 @@ class Replica:
         step without effect, and for log-probabilities that differ.
         """
         if self.gate is not None and not self._sums:
-            self.gate.close()
+            self.gate.close(parts[0].version)
         own = tensors(self.networks, self.main)
         for part in parts:
             if checksum(part.arrays.values()) != part.checksum:

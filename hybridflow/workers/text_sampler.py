@@ -17,7 +17,7 @@ from hybridflow.core.roles import WorkerContext, control, remote
 from hybridflow.data.text import Tokenizer
 from hybridflow.generation.engine import Engine
 from hybridflow.generation.request import Completion, Request, SamplingParams
-from hybridflow.generation.stream import Stream
+from hybridflow.generation.stream import Entry, Stream
 from hybridflow.generation.vllm_engine import VLLMEngine
 from hybridflow.generation.weights import Precision
 from hybridflow.models.decoder import Decoder
@@ -135,6 +135,16 @@ class TextSampler:
         """Of what has begun nothing will be asked for."""
         if self.stream is not None:
             self.stream.abandon()
+
+    def recorded(self) -> tuple[list[Entry], int]:
+        """Of the stream."""
+        assert self.stream is not None
+        return self.stream.recorded()
+
+    def follow(self, tape: Sequence[Entry], rest: int) -> None:
+        """Repeat what a stream has recorded."""
+        assert self.stream is not None
+        self.stream.follow(tape, rest)
 
     @control
     def close(self) -> None:
