@@ -49,17 +49,21 @@ IMPALA = with_keys(
 
 
 @contextmanager
-def disturbed(rank: int, every: int = 2, stopped_s: float = 0.1) -> Iterator[None]:
-    """Sampler ``rank`` stands still for a moment, every so many times that a learner is asked to learn."""
+def disturbed(rank: int, every: int = 2, stopped_s: float = 0.1, killed: int = -1) -> Iterator[None]:
+    """Sampler ``rank`` stands still for a moment every so many times that a learner is asked to learn, or is ``killed`` at
+    one of these times."""
     from hybridflow.controller.ray_runtime import RayRuntime
 
     call, times = RayRuntime.call, count()
 
     def stopping(runtime: RayRuntime, role: Any, name: str, *arguments: Any) -> Any:
-        if name in ("update", "apply") and next(times) % every == 0:
+        if name in ("update", "apply") and (time := next(times)) % every == 0:
             pid = runtime.pids["draw", rank]
-            os.kill(pid, signal.SIGSTOP)
-            threading.Timer(stopped_s, os.kill, (pid, signal.SIGCONT)).start()
+            if time == killed:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(stopped_s, os.kill, (pid, signal.SIGCONT)).start()
         return call(runtime, role, name, *arguments)
 
     with mock.patch.object(RayRuntime, "call", stopping):
@@ -98,14 +102,15 @@ def test_an_asynchronous_run_is_repeated_whoever_is_slow(partial: bool, tmp_path
     data = with_keys(TEXT, schedule__partial_rollouts=partial)
     with disturbed(0):
         whole = run(data, tmp_path / "whole")
-    assert any(new[3] > old[3] and new[1] for tape in tapes(whole)[:2] for old, new in pairwise(tape)) == partial, (
-        "new weights came in the middle of responses, or never did"
-    )
     with disturbed(1):
         replay = repeated(data, whole, tmp_path / "replay")
         other = run(data, tmp_path / "other")
     assert_same(whole, replay)
     assert tapes(whole) == tapes(replay) != tapes(other)
+    changes = [new for path in (whole, other) for tape in tapes(path)[:2] for old, new in pairwise(tape) if new[3] > old[3]]
+    assert any(in_flight for _, in_flight, *_ in changes) == partial, (
+        "new weights came in the middle of responses, or never"
+    )
     assert sampled(whole) == sampled(replay)
     # A shorter one, which ends where the whole one had more under way, and one of a replay, which goes on longer.
     short = repeated(data, whole, tmp_path / "short", train__steps=6, checkpoint__keep=1)
@@ -129,6 +134,23 @@ def test_a_run_that_was_cut_and_resumed_is_repeated_as_a_whole(tmp_path: Path) -
     assert_equal(state(halves), state(whole))
     assert sampled(halves) == sampled(whole)
     assert tapes(halves) == tapes(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_that_lost_a_sampler_is_repeated_as_a_whole_and_one_that_died_as_far_as_it_came(tmp_path: Path) -> None:
+    with disturbed(0, killed=12):
+        lost = run(TEXT, tmp_path / "lost")
+    assert len((lost / "recoveries.jsonl").read_text().splitlines()) == 1
+    whole = repeated(TEXT, lost, tmp_path / "whole")
+    assert_equal(state(lost), state(whole))
+    assert sampled(lost) == sampled(whole) and tapes(lost) == tapes(whole)
+    kept = [line for line in lines(whole) if line["step"] < 6]
+    (whole / "arrivals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with disturbed(1):
+        again = repeated(TEXT, whole, tmp_path / "again")
+    assert learned(again)[:6] == learned(whole)[:6] and len(learned(again)) == 9
 
 
 @pytest.mark.slow

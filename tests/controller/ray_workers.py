@@ -224,6 +224,7 @@ class Counter:
     @remote(DP, reads=("sample_id",), writes=("slot", "scores"))
     def count(self, batch: Batch, seconds: float = 0.0, /) -> Batch:
         """``slot``: how often; ``scores``: the rank. Takes ``seconds`` a row."""
+        self.context.metrics.count("rows", len(batch))
         time.sleep(seconds * len(batch))
         for row in batch["sample_id"].tolist():
             self.counts[row] = self.counts.get(row, 0) + 1

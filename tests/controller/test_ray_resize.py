@@ -102,6 +102,21 @@ def test_members_keep_their_rows_and_take_turns_in_fewer_processes(started: Star
     runtime.drain()
 
 
+def test_members_calls_are_told_of_when_others_read_from_them_however_early_they_were_done(started: Started) -> None:
+    runtime, (*members, _), learner = started.runtime, started.roamers, started.actor.learner
+    runtime.resize("roamer", 3)
+    runtime.drain()
+    outs = [members[member].count(ROWS.rows([2 * member, 2 * member + 1])) for member in (0, 0, 1)]
+    assert all(len(out["slot"]) == 2 for out in outs), "all of them are done"
+    assert "roamer/rows" not in runtime.drain().metrics.values()
+    learner.copy_scores(outs[1])
+    assert runtime.drain().metrics.values()["roamer/rows"] == 4, "the earlier one of that process, too"
+    learner.copy_scores(outs[0])
+    assert "roamer/rows" not in runtime.drain().metrics.values(), "once"
+    learner.copy_scores(outs[2])
+    assert runtime.drain().metrics.values()["roamer/rows"] == 2
+
+
 def test_nobody_waits_while_state_moves_and_what_is_asked_meanwhile_sees_it(started: Started) -> None:
     runtime, counter = started.runtime, started.counter
     runtime.resize("counter", 3)
