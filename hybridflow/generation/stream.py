@@ -56,6 +56,8 @@ class Stream:
         self._changed = threading.Condition()
         self._arrived, self._done = deque[Request](), dict[int, Completion]()
         self._stepping = self._closed = False
+        self._coming: int | None = None
+        """version of weights that wait to come in"""
         self._recorded, self._tape = list[Entry](), deque[Entry]()
         self._since = self._rest = 0
         """steps since the last entry; those that a tape has after its own last one"""
@@ -94,7 +96,8 @@ class Stream:
             come = len(self._arrived) >= entry.arrived and self.version() == entry.version
         else:
             come = bool(self.engine.num_in_flight or (self._arrived and not self._directed))
-        return come and not self._closed
+        gives_way = self._coming is not None and self.partial and self._lets_in(self._coming)
+        return come and not self._closed and not gives_way
 
     def _come_in(self) -> list[Request]:
         """What the next step serves besides; an entry of the tape tells of it, and of new weights."""
@@ -113,8 +116,9 @@ class Stream:
         """No step from here on, until ``open``: weights change to those of ``version``. Waits for the step that is under
         way, and for all that a tape has before them."""
         with self._changed:
+            self._coming = version
             self._changed.wait_for(lambda: not self._stepping and (self.partial or self._idle) and self._lets_in(version))
-            self._closed = True
+            self._closed, self._coming = True, None
 
     @property
     def _idle(self) -> bool:

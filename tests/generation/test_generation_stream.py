@@ -148,9 +148,9 @@ LANE: list[tuple[int, ...] | None] = [(1, 2), (3,), None, (4, 5, 6), None, None,
 
 def played(pauses: Pauses, partial: bool, tape: Iterable[Entry] = (), rest: int = 0) -> tuple[list[Completion], Any]:
     """All responses, and the tape, where each of the lane comes so many seconds after the one before; the main thread
-    pauses as long, in the other order."""
+    pauses as long, in the other order, but for the last one."""
     weights = Weights()
-    stream, others = stream_of(weights, partial, slots=4), iter(pauses[::-1] * 99)
+    stream, others = stream_of(weights, partial, slots=4), iter(pauses[-2::-1] * 99)
     stream.breathe = lambda: time.sleep(next(others))
     stream.follow(tape, rest)
 
