@@ -257,6 +257,7 @@ def _save_on_reward_error(trainer: Trainer, checkpointer: Checkpointer, console:
         yield
     except RewardError:
         if trainer.step > 0:
+            trainer.schedule.take_back()
             checkpointer.save(trainer.step)
             checkpointer.finish(trainer.step)
             console.note(f"saved after step {trainer.step}; mend the reward, then go on with --resume")

@@ -15,8 +15,10 @@ from test_worker_groups import learned
 from hybridflow.algorithms.policy_gradient import Objective
 from hybridflow.commands.ledger import balance
 from hybridflow.config import validate
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, RewardError
+from hybridflow.hooks import Reporter
 from hybridflow.telemetry.timeline import read_timeline
+from hybridflow.train import Step
 
 PPO = with_keys(REVERSE, algorithm="ppo", kl={"coef": 0.1})
 AHEAD: dict[str, Any] = {"kind": "one_step_off"}
@@ -75,6 +77,49 @@ def test_one_step_off_on_pools_learns_bit_for_bit_what_one_process_learns(data: 
     assert learned(local) == learned(processes)
     assert_equal(state(local), state(processes))
     assert balance(processes / "ledger.sqlite") == balance(local / "ledger.sqlite")
+
+
+def failing_reward(folder: Path) -> Path:
+    """A file with a reward function; it fails while "flag" lies beside it."""
+    source = "import pathlib\nFLAG = pathlib.Path(__file__).with_name('flag')\n"
+    source += "def f(response):\n    if FLAG.exists(): raise ValueError('gone')\n    return float(len(set(response)))\n"
+    (folder / "rewards.py").write_text(source)
+    return folder / "rewards.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("ray", [False, True], ids=["local", "ray"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"schedule": AHEAD}, {"schedule": {**ASYNC, "partial_rollouts": False}}, {"train__max_refills": 3}],
+    ids=["sync", "one-step-off", "async", "refills"],
+)
+def test_a_step_whose_reward_fails_is_made_again(keys: dict[str, Any], ray: bool, tmp_path: Path) -> None:
+    """What had begun for it is learned from when the run goes on, and nothing is learned from twice."""
+    reward = {"functions": [f"{failing_reward(tmp_path)}:f"]}
+    data = with_keys(REVERSE, reward=reward, train__steps=5, checkpoint={"every": 5}, evaluation__every=0, **keys)
+    data = {**data, "runtime": {**RAY, "timeout_s": 60}, "placement": APART} if ray else data
+    whole, reporting = run(data, tmp_path / "whole"), Reporter.__call__
+
+    def fail_after_two(reporter: Reporter, step: Step) -> None:
+        reporting(reporter, step)
+        if step.number == 2:
+            (tmp_path / "flag").touch()
+
+    with mock.patch.object(Reporter, "__call__", fail_after_two), pytest.raises(RewardError, match="gone"):
+        run(data, tmp_path / "cut")
+    (tmp_path / "flag").unlink()
+    cut = run(data, tmp_path / "cut", resume="latest")
+    prompts = [[(line["step"], line["prompt"]) for line in sampled(path)] for path in (whole, cut)]
+    assert prompts[0] == prompts[1]
+    found = [[line.get("policy_version") for line in records(path)] for path in (whole, cut)]
+    assert found[0] == found[1]
+    accounts = balance(cut / "ledger.sqlite")
+    assert not accounts.problems and accounts.counts["trained"] == balance(whole / "ledger.sqlite").counts["trained"]
+    if not ray or keys.get("schedule", AHEAD) == AHEAD:
+        assert_equal(state(whole)["tensors"], state(cut)["tensors"])
 
 
 def test_a_correction_needs_no_forward_pass_of_its_own_where_a_batch_is_one_step(tmp_path: Path) -> None:

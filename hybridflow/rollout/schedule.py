@@ -65,13 +65,15 @@ class Beginning(Protocol):
 
 class Schedule(Protocol):
     """``version`` counts the updates of the learner. ``metrics``: numbers of the schedule's own about the last step.
-    ``waiting``: rollouts that no buffer has yet, maybe not even made yet, and the version of the policy of each."""
+    ``waiting``: rollouts that no buffer has yet, maybe not even made yet, and the version of the policy of each.
+    ``take_back``: the last step failed before anything was learned in it; it will be made again."""
 
     version: int
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None: ...
     def metrics(self) -> dict[str, float]: ...
     def waiting(self) -> Sequence[tuple[Batch, int]]: ...
+    def take_back(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
@@ -80,7 +82,10 @@ class _Learning:
     """What most schedules have: so many ``updates`` from the buffer, counted."""
 
     def __init__(self, updates: int = 1) -> None:
-        self.updates, self.version = updates, 0
+        self.updates, self.version, self._before = updates, 0, 0
+
+    def take_back(self) -> None:
+        self.version = self._before
 
     def learn(self, algorithm: Algorithm, buffer: Buffer) -> Batch | None:
         """Learn ``updates`` times; the last batch that was learned from, None if the buffer gave none."""
@@ -111,6 +116,7 @@ class Synchronous(_Learning):
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The last batch that was learned from; None while the buffer is warming up."""
+        self._before = self.version
         buffer.add(algorithm.rollout(source(step)), self.version)
         return self.learn(algorithm, buffer)
 
@@ -138,6 +144,8 @@ class Ahead(_Learning):
     def __init__(self, actor: Beginning, steps: int, updates: int = 1) -> None:
         super().__init__(updates)
         self.actor, self.steps, self._versions = actor, steps, deque[int]()
+        self._oldest: tuple[Batch, int] | None = None
+        """the rollout that the last step learned from, and its version"""
         self._metrics: dict[str, float] = {}
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
@@ -146,6 +154,7 @@ class Ahead(_Learning):
             self.actor.begin(source(step + len(self._versions)))
             self._versions.append(self.version)
         begun_by = self._versions.popleft()
+        self._before, self._oldest = self.version, (self.actor.begun[0], begun_by)
         self._metrics = {"staleness": self.version - begun_by}
         buffer.add(algorithm.rollout(source(step)), begun_by)
         return self.learn(algorithm, buffer)
@@ -153,6 +162,13 @@ class Ahead(_Learning):
     def metrics(self) -> dict[str, float]:
         """``staleness``: updates since the rollout began that the last step learned from, or stored."""
         return self._metrics
+
+    def take_back(self) -> None:
+        super().take_back()
+        if self._oldest is not None:
+            batch, begun_by = self._oldest
+            self.actor.begun.appendleft(batch)
+            self._versions.appendleft(begun_by)
 
     def state_dict(self) -> dict[str, Any]:
         begun = [batch.load() for batch in self.actor.begun]
@@ -242,10 +258,12 @@ class DynamicSampling:
     def __init__(self, draw: Draw, buffer: InformativeGroups, num_prompts: int, max_refills: int) -> None:
         self.draw, self.buffer, self.num_prompts, self.max_refills = draw, buffer, num_prompts, max_refills
         self.version = self.num_drawn = 0
+        self._before = 0, 0
         self._metrics: dict[str, float] = {}
 
     def step(self, step: int, algorithm: Algorithm, source: Source, buffer: Buffer, /) -> Batch | None:
         """The batch that was learned from; None if no group had scores that differ."""
+        self._before = self.version, self.num_drawn
         before, rollouts, missing = self.num_drawn, 0, self.num_prompts
         while missing and rollouts <= self.max_refills:
             self.buffer.add(algorithm.rollout(self.draw(self.num_drawn, missing)), self.version)
@@ -262,6 +280,10 @@ class DynamicSampling:
     def metrics(self) -> dict[str, float]:
         """``refills``, ``groups_drawn`` and ``groups_dropped`` of the last step."""
         return self._metrics
+
+    def take_back(self) -> None:
+        self.version, self.num_drawn = self._before
+        self.buffer.sample(self.version)  # what the step has found is drawn again
 
     def waiting(self) -> Sequence[tuple[Batch, int]]:
         return ()
