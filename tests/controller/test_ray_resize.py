@@ -105,6 +105,8 @@ def test_members_keep_their_rows_and_take_turns_in_fewer_processes(started: Star
 def test_members_calls_are_told_of_when_others_read_from_them_however_early_they_were_done(started: Started) -> None:
     runtime, (*members, _), learner = started.runtime, started.roamers, started.actor.learner
     runtime.resize("roamer", 3)
+    for member in range(3):  # of each process, what nobody has read from before
+        learner.copy_scores(members[member].count(ROWS.rows([2 * member, 2 * member + 1])))
     runtime.drain()
     outs = [members[member].count(ROWS.rows([2 * member, 2 * member + 1])) for member in (0, 0, 1)]
     assert all(len(out["slot"]) == 2 for out in outs), "all of them are done"
