@@ -28,6 +28,7 @@ from hybridflow.telemetry.records import read_records
 from hybridflow.telemetry.timeline import read_timeline
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+LOST = Fault("sampler.resize", 5, [("envs", 1)])
 
 ELASTIC = {
     **with_keys(CARTPOLE, actor={"optimizer": CALM}, critic={"optimizer": CALM}, environment__num_envs=6),
@@ -149,8 +150,17 @@ BY_THEMSELVES = {"environment__workers": 3, "environment__num_envs": 5, "environ
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["a3c-cartpole", "impala-workers", "dqn-workers"])
-@pytest.mark.parametrize("fault", [None, Fault("sampler.resize", 5, [("envs", 1)])])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("a3c-cartpole", None),
+        ("impala-workers", LOST),
+        pytest.param("a3c-cartpole", LOST, marks=pytest.mark.long),
+        pytest.param("impala-workers", None, marks=pytest.mark.long),
+        pytest.param("dqn-workers", None, marks=pytest.mark.long),
+        pytest.param("dqn-workers", LOST, marks=pytest.mark.long),
+    ],
+)
 def test_env_workers_that_roll_out_by_themselves_share_fewer_processes(
     name: str, fault: Fault | None, tmp_path: Path
 ) -> None:
