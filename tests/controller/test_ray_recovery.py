@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +15,7 @@ from ray_workers import Maker, Sleeper, Troubled, role
 from test_ray_errors import gone
 
 from hybridflow.controller.ray_runtime import RayRuntime
-from hybridflow.controller.ray_shelves import Shelves
+from hybridflow.controller.ray_shelves import Shelves, _lives
 from hybridflow.controller.recovery import RecoveryConfig
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import LostWorkersError
@@ -119,13 +121,14 @@ def test_a_pool_that_is_in_the_middle_of_something_for_too_long_is_made_anew_too
 
 def test_a_machine_that_loses_its_shelf_counts_as_lost_and_gets_it_again(ray_cluster: None) -> None:
     here = ray.get_runtime_context().get_node_id()
-    shelves = Shelves("@memory", "unanswering")
-    shelves._nodes = {here: shelves._elsewhere(here)}
-    shelves.make("before")
-    ray.kill(shelves._nodes[here])
-    with pytest.raises(LostWorkersError, match="a machine that holds snapshots doesn't answer"):
+    with contextlib.closing(Shelves("@memory", "unanswering")) as shelves:
+        shelves._nodes = {here: shelves._elsewhere(here)}
+        shelves.make("before")
+        ray.kill(shelves._nodes[here])  # returns before the process is gone
+        while _lives(shelves._nodes[here]):
+            time.sleep(0.01)
+        with pytest.raises(LostWorkersError, match="a machine that holds snapshots doesn't answer"):
+            shelves.make("snapshot")
+        shelves.open([here])
         shelves.make("snapshot")
-    shelves.open([here])
-    shelves.make("snapshot")
-    assert shelves.room_bytes()[here] > 0
-    shelves.close()
+        assert shelves.room_bytes()[here] > 0
