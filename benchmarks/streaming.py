@@ -4,10 +4,11 @@
     python benchmarks/streaming.py --run RUN [--json]
 
 Without ``--run``: GRPO with a model of 7B on 128 machines. 64 x 8 A100 and 32 x 8 H100 draw 2,048 x 8 responses a step, in
-replicas of two devices with 64 slots; 32 x 8 H100 learn. Seconds of a decode step, of a row in it, of learning and of
-publishing are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), or as
-``--lengths RUN`` recorded them, brought to that mean. With ``--run``: a run that took turns, on its lengths and
-the seconds that it needed; what is predicted for its own order stands beside what it took.
+replicas of two devices with ``--slots``; 32 x 8 H100 learn. Seconds of a decode step, of a row in it, of learning and of
+publishing are the planner's. Lengths are gamma distributed (mean and deviation 1,024 tokens, 8,192 at most), half of it by
+the prompt, which dealing "by expected lengths" knows; or as ``--lengths RUN`` recorded them, brought to that mean. With
+``--run``: a run that took turns, on its lengths and the seconds that it needed; what is predicted for its own order stands
+beside what it took.
 
 ``step``: seconds of a step; ``gain``: of the first row's; ``drawing``, ``learning``: shares of the time in which replicas
 and learner work; ``staleness``: versions between weights that a response began with and the update that learned from it.
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridflow.build_stream import recorded, recorded_lengths, streamed
 from hybridflow.core.errors import UserError
@@ -37,14 +40,17 @@ from hybridflow.telemetry.graph_tables import aligned
 ORDERS = {
     "in turns": Order(0, "even"),
     "in turns, by outstanding work": Order(0),
+    "in turns, by expected lengths": Order(0, "expected"),
     "in turns, stealing": Order(0, "stealing"),
     "one step ahead": Order(1, "even"),
     "staleness 1": Order(1),
     "staleness 1, partial": Order(1, partial=True),
     "staleness 2, partial": Order(2, partial=True),
+    "staleness 2, partial, by expected lengths": Order(2, "expected", partial=True),
+    "staleness 2, partial, stealing": Order(2, "stealing", partial=True),
     "staleness 4, partial": Order(4, partial=True),
 }
-STEPS, GROUPS, ROWS, SLOTS = 12, 2048, 8, 64
+STEPS, GROUPS, ROWS = 12, 2048, 8
 MEAN, LONGEST = 1024.0, 8192.0
 DRAW, LEARN = Strategy(tp=2), 32
 
@@ -59,7 +65,7 @@ class Row:
     staleness: float
 
 
-def cluster(lengths: Lengths) -> Callable[[Order], Stream]:
+def cluster(lengths: Lengths, slots: int) -> Callable[[Order], Stream]:
     model = find_model("llama-7b")
     roles = (
         ModelRole("actor", model, gradient_bytes=4.0, optimizer_bytes=8.0),
@@ -71,12 +77,24 @@ def cluster(lengths: Lengths) -> Callable[[Order], Stream]:
     a100, h100 = PRESETS["a100-80g"], PRESETS["h100"]
     replicas = {64 * a100.devices // DRAW.devices: a100, 32 * h100.devices // DRAW.devices: h100}
     engines = [
-        engine for number, machine in replicas.items() for engine in [engine_of(costs, draw, DRAW, machine, SLOTS)] * number
+        engine for number, machine in replicas.items() for engine in [engine_of(costs, draw, DRAW, machine, slots)] * number
     ]
     learn_s = _fastest(costs, roles[0], learn, h100, LEARN * h100.devices)
     publish_s = costs.publishing(roles[1], DRAW._replace(dp=256), a100).seconds
-    drawn = lengths.draw(np.random.default_rng(0), (STEPS, GROUPS, ROWS))
-    return lambda order: stream(drawn, engines, learn_s, order, publish_s)
+    drawn, expected = responses(lengths)
+    return lambda order: stream(drawn, engines, learn_s, order, publish_s, expected)
+
+
+def responses(lengths: Lengths) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[steps, groups, rows] tokens, and [steps, groups] those that are expected. Recorded ones don't say what the prompt
+    has to do with them."""
+    rng = np.random.default_rng(0)
+    if lengths.recorded:
+        return lengths.draw(rng, (STEPS, GROUPS, ROWS)), np.full((STEPS, GROUPS), lengths.mean)
+    shared = math.sqrt(math.sqrt(1 + (lengths.deviation / lengths.mean) ** 2) - 1)  # of prompts and rows, of mean 1
+    of_prompt, of_row = (Lengths(1.0, shared).draw(rng, (STEPS, GROUPS, count)) for count in (1, ROWS))
+    limit = lengths.longest or np.inf
+    return np.minimum(lengths.mean * of_prompt * of_row, limit), np.minimum(lengths.mean * of_prompt[..., 0], limit)
 
 
 def _fastest(costs: CostModel, role: ModelRole, task: Task, machine: Machine, devices: int) -> float:
@@ -105,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--run", type=Path, help="run directory of a run that took turns")
     parser.add_argument("--lengths", type=Path, metavar="RUN", help="run directory whose lengths of responses are taken")
+    parser.add_argument("--slots", type=int, default=64, help="responses that a replica grows at a time")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
@@ -112,7 +131,7 @@ def main() -> None:
         lengths = scaled(recorded_lengths(options.lengths)) if options.lengths else Lengths(MEAN, MEAN, LONGEST)
     except UserError as error:
         parser.error(str(error))
-    rows = [*rows_of(cluster(lengths) if run is None else lambda order: streamed(run, order))]
+    rows = [*rows_of(cluster(lengths, options.slots) if run is None else lambda order: streamed(run, order))]
     measured = None if run is None else run.step_s
     if options.json:
         print(json.dumps({"measured_s": measured, "rows": [asdict(row) for row in rows]}, indent=2))

@@ -105,7 +105,7 @@ def build(config: RunConfig) -> Run:
         runtime.ready()
         trainer = Trainer(algorithm, parts.source, buffer, schedule, runtime)
         on_error.pop_all()
-    return Run(config, runtime, parts, trainer)
+    return Run(config, runtime, parts, trainer, {"lengths": parts.prompts.expected} if isinstance(parts, TextParts) else {})
 
 
 def make_runtime(config: RunConfig) -> Runtime:

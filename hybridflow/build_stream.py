@@ -116,4 +116,5 @@ def _alone(work: Array, seconds: Array, column: int) -> Array:
 def streamed(run: Recorded, order: Order, steps: int = 40, publish_s: float = 0.0, seed: int = 0) -> Stream:
     """The run under another order; responses are as long as its own, and learning takes as long."""
     drawn = run.lengths.draw(np.random.default_rng(seed), (steps, run.groups, run.rows))
-    return stream(drawn, [run.engine] * run.replicas, run.learn_s, order, publish_s)
+    expected = np.full(drawn.shape[:2], run.lengths.mean)  # what the prompt has to do with it isn't recorded
+    return stream(drawn, [run.engine] * run.replicas, run.learn_s, order, publish_s, expected)

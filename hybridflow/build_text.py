@@ -105,6 +105,12 @@ class TextParts:
         """Prompts by their number, for steps that take as many as they need."""
         return self.prompts.draw(first, num_prompts, self.config.train.group_size)
 
+    def observe(self, batch: Batch | None) -> None:
+        """What a step has learned from, whose responses later ones will resemble."""
+        if batch is not None and not self.demonstrates:
+            records = self.prompts.rows(batch["group_id"])
+            self.prompts.expected.observe(records, batch.lengths - self.prompts.encoded(records).lengths)
+
     def makers(self) -> Mapping[str, Callable[[], Any]]:
         return {
             "actor": lambda: self.actor,
@@ -242,6 +248,8 @@ class TextParts:
         """Mean score on held-out prompts; of scores that are all 0 or 1, accuracy with Wilson's interval."""
         assert self.held_out is not None
         batch = self.held_out.all(self.config.evaluation.limit)
+        expected = self.prompts.expected.of_others(batch.ragged("prompt").lengths)  # evaluations leave no trace
+        batch = batch.with_columns(expected_length=expected)
         batch = self.actor.sampler.rollout(batch, self.sampling_params(self.config.evaluation.temperature))
         batch = self.examiner.score(batch)
         scores = batch["scores"][~batch["score_failed"]].astype(np.float64)

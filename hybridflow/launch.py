@@ -16,6 +16,7 @@ from hybridflow.allocator import Allocator, make_allocator
 from hybridflow.arrivals import Recording, direct
 from hybridflow.build import Run
 from hybridflow.build_profile import ProfileKeeper
+from hybridflow.build_text import TextParts
 from hybridflow.config import RunConfig, resolved
 from hybridflow.core.config import differences, read_toml
 from hybridflow.core.errors import CheckpointError, ConfigError, GuardError, NonFiniteError, RewardError
@@ -117,7 +118,7 @@ def _train(
 def _begin(run: Run, directory: RunDirectory, saved: checkpoint.Checkpoint | None) -> None:
     with checkpoint.marker(directory.checkpoints) as file:
         run.runtime.sees(file)
-    if run.config.threads == "auction" and not run.beside:
+    if run.config.threads == "auction" and "auction" not in run.beside:
         run.beside["auction"] = make_allocator(run, directory.auction)
     if saved is not None:
         run.load(saved)
@@ -132,7 +133,7 @@ def _run(
     aside: list[str],
     recording: Recording | None,
 ) -> int:
-    trainer, config = run.trainer, run.config
+    trainer, config, parts = run.trainer, run.config, run.parts
     start, steps = trainer.step, config.train.steps
     title = f"{config.algorithm} · {config.run_dir}"
     allocators = [one for one in run.beside.values() if isinstance(one, Allocator)]
@@ -149,8 +150,9 @@ def _run(
         given, folder, guards = config.checkpoint, directory.checkpoints, Guards(config.guards)
         saving = (folder, given.every, given.keep, timeline, given.keep_best, start or -1)
         checkpointer = Checkpointer(ledger.saving(recovery.save), run.runtime.saved, *saving, guards.doubtful)
+        observe = [lambda step: parts.observe(step.batch)] if isinstance(parts, TextParts) else []
         watch = (ledger, Reporter(tracker, console, timeline, memory), profiles, Watch(guards, console))
-        trainer.hooks = [*([evaluator] if evaluator else []), *watch, *allocators, checkpointer]
+        trainer.hooks = [*([evaluator] if evaluator else []), *watch, *observe, *allocators, checkpointer]
         rewinds = [ledger.rewind, *(hook.rewind for hook in allocators), *(hook.rewind for hook in arrivals)]
         recovery.watch(checkpointer, console.note, *rewinds, lambda step: _rewind(step, tracker, timeline, guards))
         if given.export_every:

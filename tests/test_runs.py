@@ -85,6 +85,24 @@ def test_a_run_leaves_a_complete_directory(tmp_path: Path) -> None:
     assert list((out / "tensorboard").glob("events*"))
 
 
+def test_lengths_are_expected_as_they_were(tmp_path: Path) -> None:
+    """Of a prompt of the last step as many tokens as its responses had; checkpoints keep it."""
+    data = with_keys(REVERSE, checkpoint__every=2, generation__max_new_tokens=9)
+    out = run(data, tmp_path / "run")
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    last = [sample for sample in samples if sample["step"] == 2]
+    assert len(last) == 4 and len({sample["group_id"] for sample in last}) == 1
+    made = build(validate(with_keys(data, run_dir=str(tmp_path / "other")), "test"))
+    try:
+        assert made.trainer.source(2)["expected_length"].tolist() == [0] * 16
+        made.load(checkpoint.load(checkpoint.latest(out / "checkpoints")))
+        expected = made.trainer.source(2)["expected_length"]
+    finally:
+        made.runtime.stop()
+    assert expected[0] == round(np.mean([sample["tokens"] for sample in last])) and len(set(expected.tolist())) > 1
+    assert all(len(set(group.tolist())) == 1 for group in expected.reshape(4, 4)), "of a prompt, not of a row"
+
+
 TEXT = {
     "grpo": REVERSE,
     "grpo-bf16-kl": with_keys(REVERSE, kl__coef=0.01, actor__dtype="bfloat16"),

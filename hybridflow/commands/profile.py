@@ -24,7 +24,7 @@ from hybridflow.controller.local_runtime import LocalRuntime
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.metrics import Span
 from hybridflow.planner.hardware import fingerprint
-from hybridflow.planner.profile_base import ProfileBase, Sample, sample_of
+from hybridflow.planner.profile_base import Learned, ProfileBase, Sample, sample_of
 from hybridflow.telemetry.graph_tables import aligned, count, memory
 
 __all__ = ["profile", "show"]
@@ -68,9 +68,9 @@ def profile(source: Path, overrides: Sequence[str], as_json: bool) -> None:
 
 
 def show(as_json: bool) -> None:
-    """Print all tasks that the base of this machine knows. ProfileError: it knows none."""
+    """Print all tasks that the base of this machine knows, and how work on pools scales. ProfileError: it knows none."""
     base = base_here()
-    _print(base, base.tasks(), as_json)
+    _print(base, base.tasks(), as_json, base.scalings)
 
 
 # ------------------------------------------------------------------------------------------------------------- measuring
@@ -183,16 +183,19 @@ def _samples(config: RunConfig, spans: Sequence[Span]) -> Iterator[Sample]:
 # --------------------------------------------------------------------------------------------------------------- showing
 
 
-def _print(base: ProfileBase, tasks: Sequence[Task], as_json: bool) -> None:
+def _print(base: ProfileBase, tasks: Sequence[Task], as_json: bool, scalings: Sequence[Learned] = ()) -> None:
     rows = [_row(base, *task) for task in tasks]
     if as_json:
-        print(json.dumps({"file": str(base.path), "machine": base.machine, "tasks": rows}, indent=2))
+        known = {"tasks": rows, "scalings": [one._asdict() for one in scalings]}
+        print(json.dumps({"file": str(base.path), "machine": base.machine, **known}, indent=2))
         return
     header = ("task", "model", "device", "samples", "threads", "workers", "rows", "tokens", "seconds", "CPU-s", "memory")
     table = [(*header, "FLOPs/token", "left out"), *map(_shown, rows)]
     print("\n".join(aligned(table, right=table[0][3:])))
     print("rows, tokens and seconds: of a worker's calls, least and most; CPU-s: processor seconds for each second")
     print("left out: how far off a size is predicted by the others, in the median")
+    for work, units, parallel in scalings:
+        print(f"{work}: more {units} divide {parallel:.0%} of its work, as the last auction learned")
     print(f"kept in {base.path}; hybridflow plan for cluster here:1xN and plan RUN --compare read it")
 
 

@@ -1,10 +1,12 @@
 """The actor: a learner and a sampler with the same policy."""
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from hybridflow.controller.manifest import weights
 from hybridflow.core.batch import Batch
 from hybridflow.core.placement import Rows
 from hybridflow.core.roles import Fn, Role, Runtime
@@ -95,8 +97,9 @@ CALLS = 4
 
 
 class StreamingActor(LinkedActor):
-    """A learner, and samplers that take in prompts while they are at others: those of a few groups go
-    to the sampler that has fewest to do, so who is slow, or has drawn long responses, gets fewer.
+    """A learner, and samplers that take in prompts while they are at others: those of a few groups go to the sampler that
+    has fewest tokens to draw, so who is slow, or draws long responses, gets fewer. Those that are expected to be longest
+    are dealt first.
 
     New weights reach all samplers before the next rollout begins, in the middle of what they are at.
     """
@@ -112,15 +115,31 @@ class StreamingActor(LinkedActor):
 
     def begin(self, batch: Batch) -> None:
         self.renew()
-        calls, workers = list[Batch](), range(self.runtime.num_workers(self._names[1]))
+        workers = self.runtime.num_workers(self._names[1])
         self._open = [self.runtime.pending(batches) for batches in self._open]
-        for rows in pieces(batch, CALLS * len(workers) if len(workers) > 1 else 1):
-            fewest = min(workers, key=lambda number: sum(map(len, self._open[number])))
-            worker = self.directed.popleft() if self.directed else fewest
+        asked = [batch.rows(rows) for rows in pieces(batch, CALLS * workers if workers > 1 else 1)]
+        outstanding = [sum(map(tokens, batches)) for batches in self._open[:workers]]
+        calls = dict[int, Batch]()
+        for place, worker in dealt([tokens(call) for call in asked], outstanding):
+            worker = self.directed.popleft() if self.directed else worker
             self.dealt.append(worker)
-            calls.append(self._members[worker].rollout(batch.rows(rows)))
-            self._open[worker].append(calls[-1])
-        self.begun.append(Batch.concat(calls))
+            calls[place] = self._members[worker].rollout(asked[place])
+            self._open[worker].append(calls[place])
+        self.begun.append(Batch.concat([calls[place] for place in range(len(asked))]))
+
+
+def dealt(weights: Sequence[int], outstanding: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Calls, the heaviest first, each with the worker that has least by then: (place of the call, worker)."""
+    loads = list(outstanding)
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        worker = loads.index(min(loads))
+        loads[worker] += weights[place]
+        yield place, worker
+
+
+def tokens(batch: Batch) -> int:
+    """Of prompts, and of the responses that are expected."""
+    return int(weights(batch.select(("prompt", "expected_length"))).sum())
 
 
 def pieces(batch: Batch, most: int) -> list[Rows]:

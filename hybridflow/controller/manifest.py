@@ -95,9 +95,11 @@ class Output:
 
 
 def weights(batch: Batch) -> NDArray[np.int64]:
-    """[B] what rows weigh when they are dealt to ranks: their tokens on the time axis, or of their prompts, or one each."""
+    """[B] what rows weigh when they are dealt to ranks: their tokens on the time axis, or of their prompts and of the
+    responses that are expected, or one each."""
     for axis in ("time", "prompt"):
         for name, column in batch.columns.items():
             if FIELDS[name].axis == axis and isinstance(column, (Ragged, Lazy)):
-                return column.lengths
+                expected = axis == "prompt" and "expected_length" in batch
+                return column.lengths + batch["expected_length"] if expected else column.lengths
     return np.ones(len(batch), np.int64)

@@ -32,6 +32,7 @@ FIELDS: dict[str, Field] = {
     "prompt": Field("prompt", "int64", "token ids of the prompt"),
     "prompt_text": Field("object", None, "what the user wrote, before any chat template"),
     "fields": Field("object", None, "dict of the data set's other fields of this row (answer, ...)"),
+    "expected_length": Field("row", "int64", "tokens that the response will take, as far as one can tell; 0: no idea"),
     "tokens": Field("time", "int64", "token ids: prompt, then response"),
     "response": Field("object", None, "text of the response, decoded once from its tokens"),
     "demonstrated": Field("row", "bool", "a demonstration to imitate among sampled rows"),

@@ -2,11 +2,12 @@
 
     records = read_records(Path("train.jsonl"))                    # [PromptRecord("What is 3 + 4?", {"answer": "7"})]
     source = PromptSource(records, tokenizer, Template("chat"), max_prompt_tokens=512, seed=1)
-    source.batch(step=0, num_prompts=8, group_size=4)              # Batch of 32 rows: prompt, prompt_text, fields, ids
+    source.batch(step=0, num_prompts=8, group_size=4)              # Batch of 32 rows: prompt, prompt_text, fields, ids ...
     source.demonstrations(step=0, num_prompts=8)                   # Batch of 8 rows: tokens, response_mask, sample_id
     source.all()                                                   # every prompt once, for evaluation
 
-The rows of a step are a pure function of (records, seed, step), so a resumed run needs no state to go on where it was.
+The rows of a step are a pure function of (records, seed, step), so a resumed run needs no state to go on where it was. Only
+how long their responses are expected to be comes of those before (``expected``), which no response depends on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hybridflow.core.batch import Batch, Column, Ragged, objects
 from hybridflow.core.config import Config
 from hybridflow.core.errors import DataError
 from hybridflow.core.seeding import generator
+from hybridflow.data.lengths import ExpectedLengths
 from hybridflow.data.text import Prompt, Template, Tokenizer, last_user_text
 
 __all__ = [
@@ -141,6 +143,7 @@ class PromptSource:
         if not kept:
             raise DataError(f"all {len(records)} prompts have more than {max_prompt_tokens} tokens; raise the limit")
         self._prompts = Ragged.from_rows(prompts, np.int64)
+        self.expected = ExpectedLengths(self._prompts.lengths)
         self._texts = objects(last_user_text(record.prompt) for record in self.records)
         self._fields = objects(record.fields for record in self.records)
         self._tokenizer, self._seed = tokenizer, seed
@@ -206,7 +209,8 @@ class PromptSource:
 
     def _batch(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> Batch:
         columns: dict[str, Column] = {"sample_id": groups, "group_id": groups, "prompt": self._prompts.rows(rows)}
-        return Batch(columns | {"prompt_text": self._texts[rows], "fields": self._fields[rows]})
+        columns |= {"prompt_text": self._texts[rows], "fields": self._fields[rows]}
+        return Batch(columns | {"expected_length": self.expected.of(rows)})
 
 
 def read_records(path: Path, prompt_field: str = "prompt", completion_field: str | None = None) -> list[PromptRecord]:

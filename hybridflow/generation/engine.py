@@ -117,7 +117,8 @@ class Engine:
         return [] if self._flight is None else self._flight.table.ids_in_flight
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> list[Completion]:
-        """One completion a request, in their order. The cache lives for this call alone.
+        """One completion a request, in their order; those that are expected to be longest begin first. The cache lives for
+        this call alone.
 
         Raises UserError before any work if a prompt is empty, holds an unknown token, is too long for the model together
         with its response or for ``kv_cache_gb``, or if requests of ``add`` are in flight; NonFiniteError if the weights
@@ -133,11 +134,11 @@ class Engine:
         done: dict[int, Completion] = {}
         flight = _Flight(self, params, max(limits))
         flight.table.reserve(len(requests), max(limits))
-        numbers = [flight.add(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        numbers = {place: flight.add(requests[place], limits[place]) for place in Request.longest_first(requests)}
         while not flight.scheduler.done:
             self.between_steps()
             done.update(flight.step())
-        return [done[number] for number in numbers]
+        return [done[numbers[place]] for place in range(len(requests))]
 
     def add(self, request: Request, params: SamplingParams) -> None:
         """Take a request in, to be served by the next steps beside those in flight, which have to have the same ``params``.

@@ -1,5 +1,8 @@
 """What goes into the rollout engine and what comes out. No torch."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,11 +49,18 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """A prompt [T] to respond to. ``sample_id`` names the randomness of the response; ``max_new_tokens`` overrides the
-    limit of the call."""
+    limit of the call. ``expected``: tokens that the response will take, as far as one can tell."""
 
     prompt: IntArray
     sample_id: int
     max_new_tokens: int | None = None
+    expected: int = 0
+
+    @staticmethod
+    def longest_first(requests: Sequence[Request]) -> list[int]:
+        """Their places in the order in which they had best begin, where they can't all at once: what takes long is then not
+        left for the end. Neighbours that are expected to take as long, such as those of a group, stay neighbours."""
+        return sorted(range(len(requests)), key=lambda place: -requests[place].expected)
 
 
 def problem_of(prompt: IntArray, limit: int, vocab_size: int, max_length: int, of_what: str) -> str:

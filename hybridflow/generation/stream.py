@@ -62,10 +62,10 @@ class Stream:
         self._since = self._rest = 0
         """steps since the last entry; those that a tape has after its own last one"""
 
-    def begin(self, requests: Iterable[Request]) -> None:
-        """Take them in; the next step serves them, too."""
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Take them in; the next step serves them, too, those first that are expected to be longest."""
         with self._changed:
-            self._arrived.extend(requests)
+            self._arrived.extend(requests[place] for place in Request.longest_first(requests))
             self._changed.notify_all()
 
     def take(self, sample_ids: Sequence[int]) -> list[Completion]:

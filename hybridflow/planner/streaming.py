@@ -7,6 +7,7 @@ publishes.
 
     dealing    "even"         as many groups to each replica, as they come
                "outstanding"  to the replica that needs least time for what it still has, by the mean length
+               "expected"     ... by the mean length of responses to each prompt, and the longest first
                "stealing"     ... and a replica with nothing left to begin takes the last group that another hasn't begun
     partial    whether new weights are put in place at a token boundary, in the middle of rows, which then begin anew with
                what they have; else a replica begins no rows until those that it draws are done, and takes them then
@@ -69,7 +70,7 @@ def engine_of(costs: CostModel, task: Task, cut: Strategy, machine: Machine, slo
 
 class Order(NamedTuple):
     staleness: int = 0
-    dealing: Literal["even", "outstanding", "stealing"] = "outstanding"
+    dealing: Literal["even", "outstanding", "expected", "stealing"] = "outstanding"
     partial: bool = False
 
 
@@ -101,12 +102,22 @@ class Stream:
 
 
 def stream(
-    lengths: ArrayLike, engines: Sequence[Engine], learn_s: ArrayLike, order: Order, publish_s: float = 0.0
+    lengths: ArrayLike,
+    engines: Sequence[Engine],
+    learn_s: ArrayLike,
+    order: Order,
+    publish_s: float = 0.0,
+    expected: ArrayLike | None = None,
 ) -> Stream:
     """``lengths`` [steps, groups, rows] in tokens; ``learn_s``: of a step, or of each step; ``publish_s``: in which a
-    replica takes weights."""
+    replica takes weights. ``expected`` [steps, groups]: what is known beforehand of each prompt's responses, for dealing by
+    it; left out: the mean of its rows."""
     drawn = np.asarray(lengths, np.float64)
-    play = _Play(drawn, [_Replica(engine) for engine in engines], order, publish_s)
+    if order.dealing != "expected":
+        known = np.full(drawn.shape[:2], drawn.mean())
+    else:
+        known = drawn.mean(2) if expected is None else np.asarray(expected, np.float64)
+    play = _Play(drawn, known, [_Replica(engine) for engine in engines], order, publish_s)
     learning = np.broadcast_to(np.asarray(learn_s, np.float64), (len(drawn),))
     return play.run(learning)
 
@@ -114,6 +125,8 @@ def stream(
 class _Group(NamedTuple):
     step: int
     lengths: Array
+    expected: float
+    """tokens of a row"""
 
 
 @dataclass
@@ -128,6 +141,8 @@ class _Replica:
     waiting: deque[_Group] = field(default_factory=deque)
     rows: deque[tuple[int, float]] = field(default_factory=deque)
     """step and length of those that are begun next, of one group"""
+    of_rows: float = 0.0
+    """tokens that each of these was expected to have"""
     ends: list[tuple[float, int]] = field(default_factory=list)
     """decode step, and step of the run"""
     new: int | None = None
@@ -156,6 +171,7 @@ class _Replica:
             if not self.rows:
                 group = self.waiting.popleft()
                 self.rows.extend((group.step, length) for length in group.lengths)
+                self.of_rows = group.expected
             step, length = self.rows.popleft()
             self.pause(self.engine.begin_s)
             self.drawing_s += self.engine.begin_s
@@ -163,14 +179,18 @@ class _Replica:
             yield step
 
     def outstanding_s(self, mean: float) -> float:
-        """That it needs for what it has, by the mean length, with full slots."""
-        rows = len(self.rows) + sum(len(group.lengths) for group in self.waiting) + len(self.ends) / 2
-        return rows * mean * self.engine.token_s(self.engine.slots) / self.engine.slots
+        """That it needs for what it has, by the lengths that are expected, with full slots."""
+        waiting = sum(len(group.lengths) * group.expected for group in self.waiting)
+        return self.drawing_of_s(waiting + len(self.rows) * self.of_rows + len(self.ends) / 2 * mean)
+
+    def drawing_of_s(self, tokens: float) -> float:
+        return tokens * self.engine.token_s(self.engine.slots) / self.engine.slots
 
 
 class _Play:
-    def __init__(self, lengths: Array, replicas: list[_Replica], order: Order, publish_s: float) -> None:
-        self.lengths, self.replicas, self.order, self.publish_s = lengths, replicas, order, publish_s
+    def __init__(self, lengths: Array, expected: Array, replicas: list[_Replica], order: Order, publish_s: float) -> None:
+        self.lengths, self.expected, self.replicas = lengths, expected, replicas
+        self.order, self.publish_s = order, publish_s
         self.mean = float(lengths.mean())
         self.missing = [step.size for step in lengths]
         self.begun = 0
@@ -204,28 +224,26 @@ class _Play:
         while self.begun < min(len(self.lengths), done + 1 + self.order.staleness):
             for replica in self.replicas:
                 replica.advance(now)
-            groups = [_Group(self.begun, lengths) for lengths in self.lengths[self.begun]]
-            for group, place in zip(groups, self._places(len(groups)), strict=True):
+            of_step = self.lengths[self.begun], self.expected[self.begun].tolist()
+            groups = [_Group(self.begun, *group) for group in zip(*of_step, strict=True)]
+            for group, place in self._dealt(groups):
                 self.replicas[place].waiting.append(group)
             self.begun += 1
             for place in range(len(self.replicas)):
                 self._begin(place)
 
-    def _places(self, groups: int) -> list[int]:
-        """Replicas of a step's groups."""
-        many, rows = len(self.replicas), self.lengths.shape[2]
+    def _dealt(self, groups: list[_Group]) -> Iterator[tuple[_Group, int]]:
+        """A step's groups, the longest first, each with its replica."""
         if self.order.dealing == "even":
-            return [group * many // groups for group in range(groups)]
+            yield from ((group, number * len(self.replicas) // len(groups)) for number, group in enumerate(groups))
+            return
         queue = [(replica.outstanding_s(self.mean), place) for place, replica in enumerate(self.replicas)]
         heapq.heapify(queue)
-        found = []
-        for _ in range(groups):
+        for group in sorted(groups, key=lambda group: -group.expected):
             seconds, place = queue[0]
-            engine = self.replicas[place].engine
-            more = rows * self.mean * engine.token_s(engine.slots) / engine.slots
+            more = self.replicas[place].drawing_of_s(len(group.lengths) * group.expected)
             heapq.heapreplace(queue, (seconds + more, place))
-            found.append(place)
-        return found
+            yield group, place
 
     def _publish(self, version: int, now: float) -> None:
         for place, replica in enumerate(self.replicas):

@@ -154,7 +154,7 @@ class TextSampler:
 
     @remote(
         THREE_D_ALL_MICRO_DP,
-        reads=("prompt", "sample_id"),
+        reads=("prompt", "sample_id", "expected_length"),
         writes=("tokens", "response_mask", "log_probs", "policy_version", "terminated", "truncated", "response"),
         kind="generate",
         begins="begin",
@@ -224,7 +224,8 @@ class TextSampler:
 
 
 def _requests(batch: Batch) -> list[Request]:
-    return [Request(prompt, int(i)) for prompt, i in zip(batch.ragged("prompt"), batch["sample_id"], strict=True)]
+    columns = batch.ragged("prompt"), batch["sample_id"].tolist(), batch["expected_length"].tolist()
+    return [Request(prompt, sample_id, expected=expected) for prompt, sample_id, expected in zip(*columns, strict=True)]
 
 
 def _after(prompts: Ragged, responses: list[np.ndarray], dtype: Any) -> Ragged:

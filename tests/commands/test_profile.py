@@ -19,7 +19,7 @@ from hybridflow.cli import main
 from hybridflow.commands import profile
 from hybridflow.config import load_config, validate
 from hybridflow.planner.hardware import Probe, fingerprint, save_probe
-from hybridflow.planner.profile_base import ProfileBase
+from hybridflow.planner.profile_base import Learned, ProfileBase
 from hybridflow.rollout.reward_workers import default_workers
 
 Program = Callable[..., Outcome]
@@ -95,6 +95,14 @@ def test_a_configuration_is_profiled_at_several_sizes_and_shown(hybridflow: Prog
     assert [line.split()[0] for line in lines[1:5]] == [*tasks]
     found = base_here().predict("actor.update", rows=24, tokens=24 * 12)
     assert 0 < found.interval[0] < found.seconds < found.interval[1]
+
+
+def test_how_pools_scale_is_shown(hybridflow: Program) -> None:
+    learned = Learned("actor llama cpu", "threads", 0.625)
+    ProfileBase.add(base_path(), asdict(fingerprint()), [], [learned])
+    assert json.loads(hybridflow("profile", "show", "--json").out)["scalings"] == [learned._asdict()]
+    line = "actor llama cpu: more threads divide 62% of its work, as the last auction learned"
+    assert line in hybridflow("profile", "show").out.splitlines()
 
 
 @pytest.mark.usefixtures("short")

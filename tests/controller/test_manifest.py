@@ -127,3 +127,10 @@ def test_rows_weigh_their_tokens_or_their_prompts_or_one_each() -> None:
     pieces = Pieces([whole], [np.arange(4)])
     assert weights(pieces.batch().rows([3, 1])).tolist() == [3, 1]
     assert pieces.fetched == []
+
+
+def test_prompts_weigh_what_their_responses_are_expected_to_take() -> None:
+    batch = Batch({"prompt": Ragged.from_rows([[1, 2], [3]], np.int64), "expected_length": np.array([5, 0])})
+    assert weights(batch).tolist() == [7, 1] and weights(batch.select(["prompt"])).tolist() == [2, 1]
+    drawn = batch.with_columns(tokens=Ragged.from_rows([[1, 2, 9], [3, 4]], np.int64))
+    assert weights(drawn).tolist() == [3, 2], "what is known is not guessed"

@@ -321,3 +321,21 @@ def test_large_products_in_inference_mode_equal_those_of_training(bias):
         fast = [linear(x, weight, offset), linear(x, weight.T.contiguous().T, offset), linear(x[:1], weight, offset)]
     exact = linear(x, weight, offset)
     torch.testing.assert_close(fast, [exact, exact, exact[:1]], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("expected", "order"), [((2, 9, 9, 0), (1, 2, 0, 3)), ((0, 0, 0, 0), (0, 1, 2, 3))])
+def test_those_that_are_expected_to_be_longest_begin_first(decoder, expected, order):
+    """One slot; the version is the number of the step, so every token says when it was drawn."""
+    prompts = prompts_of(4)
+    requests = [Request(prompt, 7 + i, i + 2, e) for i, (prompt, e) in enumerate(zip(prompts, expected, strict=True))]
+    engine = Engine(decoder, seed=5, max_slots=1)
+
+    def count():
+        engine.version += 1
+
+    engine.between_steps = count
+    done = engine.generate(requests, SamplingParams(10))
+    assert [completion.sample_id for completion in done] == [7, 8, 9, 10]
+    assert [len(completion.tokens) for completion in done] == [2, 3, 4, 5]
+    assert tuple(np.argsort([completion.versions[0] for completion in done])) == order
+    assert_same(done, Engine(decoder, seed=5).generate(requests, SamplingParams(10)))

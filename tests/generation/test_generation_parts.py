@@ -214,7 +214,7 @@ def rollout(spec: DecoderSpec, lines: Lines, pieces: int = 1) -> dict[str, Any]:
     asked = requests(6)[:4]
     prompts = Ragged.from_rows([request.prompt for request in asked], np.int64)
     with mock.patch.object(Tokenizer, "decode", lambda self, tokens: str(tokens)):
-        out = sampler.rollout(Batch({"prompt": prompts, "sample_id": np.arange(4)}))
+        out = sampler.rollout(Batch({"prompt": prompts, "sample_id": np.arange(4), "expected_length": np.arange(4)}))
     return {name: out.ragged(name).values for name in ("tokens", "log_probs", "policy_version")}
 
 

@@ -236,3 +236,14 @@ def test_a_stream_that_is_told_to_be_free_waits_no_longer() -> None:
     stream.follow((), 0)
     waiting.join(20)
     assert len(taken) == 2
+
+
+def test_of_a_call_those_begin_first_that_are_expected_to_be_longest() -> None:
+    weights = Weights()
+    stream = stream_of(weights, slots=1)
+    short, long = (Request(np.arange(1, 4), number, 3, expected) for number, expected in ((1, 2), (2, 9)))
+    stream.begin([short, long])
+    steps = stream.engine.num_steps
+    stream.take([2])
+    assert stream.engine.num_steps - steps == 3 and stream.engine.num_in_flight == 1, "the other one has not begun"
+    assert len(stream.take([1])[0].tokens) == 3

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.streaming import Engine, Order, stream
 
-Dealing = Literal["even", "outstanding", "stealing"]
+Dealing = Literal["even", "outstanding", "expected", "stealing"]
 Array = NDArray[np.float64]
 SYNC = Order(0, "even")
 
@@ -104,15 +104,27 @@ def test_weights_in_the_middle_of_rows_cost_beginning_them_anew() -> None:
 
 def test_work_goes_to_who_is_fast() -> None:
     lengths, mixed = skewed(20, 24, 2), [Engine(4, 0.02), Engine(4, 0.06)]
-    even, outstanding, _ = (stream(lengths, mixed, 0.0, Order(0, one)).step_s for one in get_args(Dealing))
+    even, outstanding = (stream(lengths, mixed, 0.0, Order(0, one)).step_s for one in ("even", "outstanding"))
     assert outstanding < 0.75 * even, "by speed, a quarter of the rows goes to the slow one"
 
 
 def test_who_has_none_left_takes_some() -> None:
     lengths = Lengths(100.0, 80.0, 300.0).draw(np.random.default_rng(0), (20, 48, 2))
     alike = [Engine(4, 0.02)] * 4
-    even, outstanding, stealing = (stream(lengths, alike, 0.0, Order(0, one)).step_s for one in get_args(Dealing))
-    assert stealing < 0.95 * min(outstanding, even)
+    even, outstanding, expected, stealing = (stream(lengths, alike, 0.0, Order(0, one)).step_s for one in get_args(Dealing))
+    assert stealing < 0.95 * min(outstanding, even) and expected < 0.95 * min(outstanding, even)
+
+
+def test_long_groups_are_dealt_first_and_each_to_who_has_least() -> None:
+    """Two replicas that draw row by row: 7 + 2 and 5 + 4 tokens, and with a wrong idea of them 7 + 5 and 4 + 2; as they
+    come 2 + 5 and 4 + 7."""
+    lengths, alike = np.array([[[2.0], [4.0], [5.0], [7.0]]]), [Engine(1, 1.0)] * 2
+    first = {
+        name: stream(lengths, alike, 0.0, Order(0, "expected"), 0.0, known).ends[0]
+        for name, known in {"right": None, "wrong": [[1.0, 2.0, 3.0, 3.5]], "alike": [[3.0] * 4]}.items()
+    }
+    assert first["right"] == 9.0 and first["wrong"] == 9.0 and first["alike"] == 11.0
+    assert stream(lengths, alike, 0.0, Order(0)).ends[0] == 11.0
 
 
 def test_the_last_rows_are_drawn_faster() -> None:

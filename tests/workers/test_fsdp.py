@@ -158,7 +158,7 @@ def sampled(mesh: Mesh, rank: int, lines: ProcessMesh | None) -> list[dict[str, 
     )
     sampler.attach(one)
     prompts = Ragged.from_rows([[1, 2, 3], [4, 5], [6, 7, 8, 9], [2], [3, 3]], np.int64)
-    batch = Batch({"prompt": prompts, "sample_id": np.arange(5)})
+    batch = Batch({"prompt": prompts, "sample_id": np.arange(5), "expected_length": np.arange(5)})
     own = batch.rows(np.arange(rank, 5, mesh.dp - 1) if rank < mesh.dp - 1 else np.arange(0)) if mesh.dp > 1 else batch
     found = []
     for _ in range(2):

@@ -35,7 +35,8 @@ def sampler(kv_cache_gb: float | None = None) -> TextSampler:
 
 def prompts() -> Batch:
     rows = [[3, 4, 5], [6], [3, 4, 5], [7, 8], [9, 3, 4, 5]]
-    return Batch({"prompt": Ragged.from_rows(rows, np.int64), "sample_id": np.arange(5) + 7})
+    columns = {"prompt": Ragged.from_rows(rows, np.int64), "sample_id": np.arange(5) + 7}
+    return Batch(columns | {"expected_length": np.array([3, 9, 0, 9, 1])})
 
 
 @pytest.mark.parametrize("kv_cache_gb", [None, 0.001])
