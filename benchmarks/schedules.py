@@ -8,22 +8,28 @@ that draw responses: "sync", "one step off", "async" (2 steps ahead, responses g
 "reverse" is a fresh model of about 0.4M parameters on digits that has 48 tokens of room and learns to stop after 9;
 "addition" is SmolLM2-135M with 24 tokens of room.
 
-"predicted" is what the times of the calls of the "sync" runs come to if those who learn and those who draw work side by
-side: the busier of both sets the pace. Wall seconds, without the first two steps; "score": of held-out prompts, mean and
-95 % interval over seeds.
+"predicted" is what the "sync" runs come to if those who learn and those who draw work side by side: the busier of both sets
+the pace, or the cores, where all processes together (driver and Ray, too) have more to do in a step than these can. Wall
+seconds, without the first two steps; "cores": that are busy with the run, of those that there are; "score": of held-out
+prompts, mean and 95 % interval over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hybridflow.core.config import toml_value
 from hybridflow.telemetry.graph_tables import aligned
@@ -80,13 +86,39 @@ def run(task: str, name: str, workers: int, seed: int, steps: int) -> dict[str, 
         file = Path(folder) / "run.toml"
         file.write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in config.items()))
         command = [sys.executable, "-m", "hybridflow.cli", "train", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{task}, {name}, seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+        with open(Path(folder) / "log", "w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+            cpu_s = _cpu_seconds(process, run_dir / "metrics.jsonl")
+            log.seek(0)
+            if process.returncode:
+                raise SystemExit(f"{task}, {name}, seed {seed}: exit code {process.returncode}\n{log.read()[-2000:]}")
         after = json.loads((run_dir / "result.json").read_text())["after"]
         records = [line for line in read_records(run_dir / "metrics.jsonl") if "time/step_s" in line][WARMUP:]
         busy = _busy(read_timeline(run_dir / "timeline.json"), len(records))
-    return {"step_s": statistics.fmean(line["time/step_s"] for line in records), "score": after["eval/score"], **busy}
+    step_s = statistics.fmean(line["time/step_s"] for line in records)
+    return {"step_s": step_s, "score": after["eval/score"], "cpu_s": cpu_s, **busy}
+
+
+def _cpu_seconds(process: subprocess.Popen[Any], metrics: Path) -> float:
+    """Seconds of a processor a step that a run and all that it has started take after the warm-up; waits for its end."""
+    seen: list[float] = []  # after each step
+    while process.poll() is None:
+        time.sleep(0.02)
+        steps = metrics.read_text().count('"time/step_s"') if metrics.exists() else 0
+        if steps > len(seen):
+            seen += [_cpu_so_far(process.pid)] * (steps - len(seen))
+    return (seen[-1] - seen[WARMUP - 1]) / (len(seen) - WARMUP) if len(seen) > WARMUP else 0.0
+
+
+def _cpu_so_far(pid: int) -> float:
+    """Seconds of a processor that a process and all that it has started have taken."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for one in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                seconds += times.user + times.system
+    return seconds
 
 
 def _busy(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, float]:
@@ -106,7 +138,9 @@ def predicted(sync: Sequence[Mapping[str, float]]) -> float:
     """Seconds of a step with learners and samplers side by side, from runs in which they take turns."""
     pools = [{pool: one[pool] for pool in ("learners", "samplers")} for one in sync]
     gaps = [one["step_s"] - sum(busy.values()) for one, busy in zip(sync, pools, strict=True)]
-    return statistics.fmean(max(busy.values()) + gap for busy, gap in zip(pools, gaps, strict=True))
+    cores = len(os.sched_getaffinity(0))
+    pace = [max(busy.values()) + gap for busy, gap in zip(pools, gaps, strict=True)]
+    return statistics.fmean(max(seconds, one["cpu_s"] / cores) for seconds, one in zip(pace, sync, strict=True))
 
 
 def rows(task: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> list[tuple[str, ...]]:
@@ -117,7 +151,9 @@ def rows(task: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> lis
         step_s = statistics.fmean(one["step_s"] for one in runs)
         mean, low, high = mean_interval([one["score"] for one in runs])
         guess = f"{turns / expected:.2f}" if name not in ("sync", "sync together") else ""
-        out.append((task, name, f"{step_s:.3f}", f"{turns / step_s:.2f}", guess, f"{mean:.3f} ({low:.3f} to {high:.3f})"))
+        cores = f"{statistics.fmean(one['cpu_s'] / one['step_s'] for one in runs):.1f}"
+        score = f"{mean:.3f} ({low:.3f} to {high:.3f})"
+        out.append((task, name, f"{step_s:.3f}", cores, f"{turns / step_s:.2f}", guess, score))
     return out
 
 
@@ -139,9 +175,9 @@ def main() -> None:
             for name, runs in of_task.items():
                 runs.append(run(task, name, options.workers, seed, options.steps))
                 print(f"{task}, {name}, seed {seed}: {runs[-1]['step_s']:.3f} s", file=sys.stderr, flush=True)
-    header = ("task", "schedule", "s a step", "gain", "predicted", "score")
+    header = ("task", "schedule", "s a step", "cores", "gain", "predicted", "score")
     table = [header, *(row for task, of_task in results.items() for row in rows(task, of_task))]
-    print(json.dumps(results, indent=2) if options.json else "\n".join(aligned(table, right=header[2:5])))
+    print(json.dumps(results, indent=2) if options.json else "\n".join(aligned(table, right=header[2:6])))
 
 
 if __name__ == "__main__":

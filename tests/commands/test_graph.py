@@ -46,7 +46,7 @@ def test_it_says_who_runs_where_and_what_passes_without_loading_a_model(hybridfl
     assert re.search(r"cpu +[\d,]+ +[\d,]+ +bfloat16 +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB ", rows["actor"])
     assert "the actor's, in place" in rows["sampler"] and "own processes" in rows["reward"]
     assert re.search(r"estimator\.compute  compute, 8 rows, \d+ tokens\n      reads score_failed, scores", out)
-    assert "      reads prompt, sample_id from 0 data.prompts, " in out
+    assert "      reads prompt, sample_id, expected_length from 0 data.prompts, " in out
     assert "      runs drop_failed > score_rewards > kl_penalty > gae > whiten\n" in out
     assert "      runs ppo_clip, minibatches: 2, epochs: 1\n" in out
     assert max(map(len, out.splitlines())) < 200
