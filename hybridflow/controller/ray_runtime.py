@@ -18,47 +18,34 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.cores import Share
 from hybridflow.controller.elastic import hands_over, has_own_workers, home, members_of, obstacle
 from hybridflow.controller.handle import Handle, check_reads
-from hybridflow.controller.manifest import Manifest, Output, describe
 from hybridflow.controller.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_ONLY
+from hybridflow.controller.ray_columns import Columns, RemoteSource, reports_of
 from hybridflow.controller.ray_group import WorkerGroup, connect, homes, reserve, reserve_again, shares
-from hybridflow.controller.ray_process import (
-    STREAM,
-    Call,
-    OutputRefs,
-    Report,
-    Setup,
-    local_fetch,
-    ship,
-    unship,
-)
+from hybridflow.controller.ray_process import STREAM, OutputRefs, Setup
+from hybridflow.controller.ray_reports import Reports
 from hybridflow.controller.ray_tasks import OpenTasks, Task
-from hybridflow.controller.ray_watch import Key
 from hybridflow.controller.recovery import NEVER, RecoveryConfig
 from hybridflow.controller.state import KeepsState
 from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Held, Lazy, Loaded, Source, num_bytes
+from hybridflow.core.columns import Lazy
 from hybridflow.core.errors import ContractError, WorkerError
 from hybridflow.core.files import Written
-from hybridflow.core.metrics import Metrics, Span
-from hybridflow.core.placement import Mesh, Placement, ResourcePool, Rows
+from hybridflow.core.placement import Mesh, Placement, ResourcePool
 from hybridflow.core.roles import Drained, Role, Verb, begins_early, control_protocol, is_control
 
 __all__ = ["RayRuntime"]
 
 W = TypeVar("W")
-INLINE_BYTES = 64_000
 INLINE_CALL_BYTES = 128_000
 """what all copies of a call may have together; storing it once costs every rank about half a millisecond"""
 CLOSE_S = 10.0
@@ -83,14 +70,9 @@ class RayRuntime(KeepsState):
         self.placement, self.address = placement, address
         self.threads, self.gpus = threads, gpus
         self.tasks = OpenTasks(timeout_s, recovery, self.kill)
+        self.columns, self.reports = Columns(self.tasks), Reports()
         self.roles: dict[str, Role[Any]] = {}
         self._links: list[tuple[str, str]] = []
-        self._reports: dict[int, tuple[Role[Any], str, bool, Report]] = {}
-        self._ahead: dict[Any, tuple[Key, int]] = {}
-        """of members' calls that no other call has read from: process and number of the report"""
-        self._read: list[Any] = []
-        self._number, self._driver_bytes = 0, 0
-        self._held: dict[tuple[int, str], tuple[OutputRefs, Any]] = {}
         self._published: set[tuple[str, str]] = set()
         self._buckets: dict[str, int] = {}
         self._workers: dict[str, int] = {}
@@ -128,6 +110,7 @@ class RayRuntime(KeepsState):
             setups = [self._setup(pool, rank, share) for rank, share in enumerate(self._shares[pool.name])]
             self.groups[pool.name] = WorkerGroup(pool, self._rooms[pool.name], setups, self.gpus)
         self.peers = {(name, rank): p for name, group in self.groups.items() for rank, p in enumerate(group.processes)}
+        self.columns.peers = self.peers
         addresses = {pool.name: self.groups[pool.name].listen() for pool in new}
         for name, group in self.groups.items():
             joining = group.join(addresses[name], self.peers) if name in pools else group.meet(self.peers)
@@ -343,7 +326,7 @@ class RayRuntime(KeepsState):
         mesh = Mesh() if alone else self.mesh(role)
         check_reads(where, reads, batch)
         seen = batch.select(reads)
-        call = self._describe(role.name, name, seen, arguments, writes, mesh)
+        call = self.columns.call(role.name, name, seen, arguments, writes, mesh)
         shipped = call if mesh.size * call.num_bytes < INLINE_CALL_BYTES else ray.put(call)
         if role.name in self._streams:
             self._begin(verb, where, group, only, shipped)
@@ -352,11 +335,11 @@ class RayRuntime(KeepsState):
         single = self.mesh(role).size == 1
         needs = {refs.writer: list(refs.columns) for refs in call.outputs if refs.writer != "driver"}
         if alone:
-            self._ahead[refs[0][0]] = (group.pool.name, cast(int, only)), self._number
+            self.reports.begin(refs[0][0], (group.pool.name, cast(int, only)))
         else:
-            self._reads(seen)
+            self.reports.reads(seen)
         for rank, (report, *_) in enumerate(refs):
-            done = self._reporting(role, where, rank in counted)
+            done = self.reports.keeper(where, rank in counted)
             self.tasks.add(report, Task(where, group, rank + (only or 0), done, alone, single, needs))
         collected = [refs[rank] for rank in verb.protocol.collect(mesh)]
         names = [role.rename.get(column, column) for column in writes]
@@ -364,18 +347,9 @@ class RayRuntime(KeepsState):
             where, [ref[1] for ref in collected], {n: [ref[2 + i] for ref in collected] for i, n in enumerate(names)}
         )
         known = batch.known_rows if verb.rows == "same" else None
-        source = _Source(self, output, [ref[0] for ref in collected], known)
+        source = RemoteSource(self.columns, output, [ref[0] for ref in collected], known)
         new = {column: Lazy(((source, column),)) for column in names}
         return batch.with_columns(**new) if verb.rows == "same" else Batch(new)
-
-    def _reads(self, batch: Batch) -> None:
-        """Members' calls are told of in the step in which others read from them, or from later ones of their process: in
-        which step they are done is up to the machine."""
-        last = {self._ahead[report] for report in _reports(batch) if report in self._ahead}
-        for report, (key, number) in list(self._ahead.items()):
-            if any(key == process and number <= until for process, until in last):
-                del self._ahead[report]
-                self._read.append(report)
 
     def _begin(self, verb: Verb, where: str, group: WorkerGroup, only: int | None, shipped: Any) -> None:
         """Before a call of a role whose members' calls begin early. One to all of its processes has to wait until they have
@@ -393,51 +367,6 @@ class RayRuntime(KeepsState):
         if key not in self._methods:
             self._methods[key] = group.processes[rank].call.options(num_returns=num_returns)
         return self._methods[key]
-
-    def _describe(
-        self, role: str, verb: str, batch: Batch, arguments: tuple[Any, ...], writes: Sequence[str], mesh: Mesh
-    ) -> Call:
-        """The call as data: references to what it reads, and where in it the rows stand."""
-        outputs: dict[int, OutputRefs] = {}
-        read: dict[int, list[str]] = {}
-        columns = {}
-        for name, column in batch.columns.items():
-            lazy = column if isinstance(column, Lazy) else Lazy(((Held(cast(Loaded, column)), ""),))
-            parts = []
-            for source, there in lazy.parts:
-                refs = self._references(source, name)
-                there = there or name
-                outputs[id(refs)] = refs
-                read.setdefault(id(refs), []).append(there)
-                parts.append((list(outputs).index(id(refs)), there))
-            columns[name] = tuple(parts), lazy.places
-        only = [refs.only(read[key]) for key, refs in outputs.items()]
-        return Call(role, verb, arguments, tuple(writes), only, columns, batch.known_rows, mesh)
-
-    def _references(self, source: Source, name: str) -> OutputRefs:
-        """Where the values of a source are; a column of the driver is stored once a step."""
-        if isinstance(source, _Source):
-            return source.refs
-        column = cast(Held, source).column
-        if (id(column), name) not in self._held:
-            manifest = describe(Batch({name: column}), np.arange(len(column)), len(column), "", ("", 0))
-            size = num_bytes(column)
-            self._driver_bytes += size
-            value = ship(column)
-            stored = ray.put(value) if size > INLINE_BYTES else value
-            self._held[id(column), name] = OutputRefs("driver", [manifest], {name: [stored]}), column
-        return self._held[id(column), name][0]
-
-    def fetch(self, manifest: Manifest, reference: Any, rows: Rows) -> Loaded:
-        """Rows of a column for the driver."""
-        node = ray.get_runtime_context().get_node_id()
-        with self.tasks.blaming():
-            if manifest.node not in ("", node) and len(rows) < manifest.num_rows:
-                column = unship(ray.get(self.peers[manifest.worker].fetch.remote([reference], rows)))
-            else:
-                column = local_fetch(reference, rows)
-        self._driver_bytes += num_bytes(column)
-        return column
 
     def control(self, role: Role[Any], name: str, method: Any, arguments: tuple[Any, ...]) -> Any:
         """Call a control method on every rank. One that returns None by its signature is not waited for."""
@@ -465,48 +394,21 @@ class RayRuntime(KeepsState):
 
     def wait_any(self, batches: Sequence[Batch], /) -> int:
         """Until all columns of one of ``batches`` are there; its number."""
-        return self.tasks.wait_first([_reports(batch) for batch in batches])
+        return self.tasks.wait_first([reports_of(batch) for batch in batches])
 
     def pending(self, batches: Sequence[Batch], /) -> list[Batch]:
         """Those of which not all columns are there."""
         self.tasks.settle()
-        return [batch for batch in batches if any(report in self.tasks for report in _reports(batch))]
-
-    def _reporting(self, role: Role[Any], where: str, counts: bool) -> Callable[[Report], None]:
-        """Reports are kept by number of the call: means must not depend on who is done first."""
-        number = self._number
-        self._number += 1
-
-        def keep(report: Report) -> None:
-            self._reports[number] = role, where, counts, report
-
-        return keep
+        return [batch for batch in batches if any(report in self.tasks for report in reports_of(batch))]
 
     def drain(self) -> Drained:
         """Metrics and spans since the last drain. Waits for all calls but those of members, whose metrics come when others
         have read from them; what no batch refers to any more is forgotten."""
         self.tasks.wait()
-        self.tasks.wait(self._read)
-        self._read.clear()
-        metrics, spans = Metrics(), list[Span]()
-        early = {number for _, number in self._ahead.values()}
-        for number, (_, where, counts, report) in sorted(self._reports.items()):
-            spans += [replace(span, start_s=span.start_s - self._clock_s) for span in report.spans]
-            report.spans = ()
-            if number in early:
-                continue
-            del self._reports[number]
-            if counts:
-                metrics.merge(report.metrics)
-            for writer, size in report.pulled.items():
-                metrics.count(f"moved/{writer}-{where}", size)
-            self._driver_bytes += report.inlined_bytes
-            metrics.maximum("workers/rss_gb_max", report.rss_bytes / 1e9)
-            metrics.maximum("memory/grown_gb", report.grown_bytes / 1e9)
-        metrics.count("driver/bytes", self._driver_bytes)
-        self._held.clear()
-        self._driver_bytes = 0
-        return Drained(metrics, spans)
+        self.tasks.wait(self.reports.read)
+        drained = self.reports.drain(self._clock_s)
+        drained.metrics.count("driver/bytes", self.columns.forget())
+        return drained
 
     # State and end.
 
@@ -552,10 +454,10 @@ class RayRuntime(KeepsState):
         unfit = self.tasks.unfit(broken)
         self._end(unfit)
         broken |= unfit
-        for forgotten in (self._reports, self._held, self._methods, self._ahead, self._read):
-            forgotten.clear()
+        self._methods.clear()
+        self.reports.forget()
+        self.columns.forget()
         self._streams = {role: [] for role in self._streams}
-        self._driver_bytes = 0
         self.tasks.watch.begin({key: process for key, process in self.peers.items() if key[0] in self.groups})
         self._rooms |= reserve_again(
             self._rooms, [p for p in self.placement.pools if p.name in broken], self._resource, self.tasks.timeout_s
@@ -590,42 +492,6 @@ class RayRuntime(KeepsState):
         self._links.clear()
         self.tasks.clear()
         self.roles.clear()
-
-
-class _Source:
-    """The output of a call, for batches of the driver: reading it waits for the call."""
-
-    def __init__(self, runtime: RayRuntime, refs: OutputRefs, reports: Sequence[Any], known_rows: int | None) -> None:
-        self.runtime, self.refs, self.reports, self.known_rows = runtime, refs, reports, known_rows
-
-    @cached_property
-    def _output(self) -> Output:
-        self.runtime.tasks.wait(self.reports)
-        with self.runtime.tasks.blaming():
-            manifests: list[Manifest] = ray.get(list(self.refs.manifests))
-
-        runtime, columns = self.runtime, self.refs.columns  # no cycle through self: objects go when the batch goes
-
-        def fetch(piece: int, name: str, rows: Rows) -> Loaded:
-            return runtime.fetch(manifests[piece], columns[name][piece], rows)
-
-        return Output(manifests, fetch, self.refs.writer)
-
-    @property
-    def num_rows(self) -> int:
-        return self._output.num_rows if self.known_rows is None else self.known_rows
-
-    def lengths(self, name: str, rows: Rows | None, /) -> NDArray[Any]:
-        return self._output.lengths(name, rows)
-
-    def load(self, name: str, rows: Rows | None, /) -> Loaded:
-        return self._output.load(name, rows)
-
-
-def _reports(batch: Batch) -> list[Any]:
-    """Of the calls that make columns of the batch."""
-    parts = [source for column in batch.columns.values() if isinstance(column, Lazy) for source, _ in column.parts]
-    return [report for source in dict.fromkeys(parts) if isinstance(source, _Source) for report in source.reports]
 
 
 def _load(sampler: str, last: bool, parts: Sequence[Any], lane: Mapping[str, str], process: Any) -> Any:
