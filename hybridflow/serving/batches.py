@@ -46,10 +46,10 @@ class ArrivalClock(selectors.DefaultSelector):
         """``arrived``: the earliest arrival of a request whose handling begins now, one turn after its bytes were read"""
 
     def select(self, timeout: float | None = None) -> Any:
-        started = time.monotonic()
-        events = super().select(timeout)
+        events = super().select(0)
+        if waited := not events and timeout != 0:  # nothing was there when it began to look
+            events = super().select(timeout)
         looked = time.monotonic()
-        waited = timeout != 0 and looked - started > 1e-4  # nothing was there when it began to look
         self.arrived, self._events_since = self._events_since, looked if waited else self._looked
         self._looked = looked
         return events
