@@ -37,7 +37,10 @@ def test_reverse_with_rollouts_that_begin_early(hybridflow: Callable[..., Outcom
 
 @pytest.mark.parametrize(
     "name",
-    ["cartpole", "dqn_cartpole", "a2c_cartpole", "reinforce_cartpole", "trpo_cartpole", "impala_cartpole", "a3c_cartpole"],
+    [
+        *("cartpole", "dqn_cartpole", "reinforce_cartpole", "trpo_cartpole", "a3c_cartpole"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("a2c_cartpole", "impala_cartpole")),
+    ],
 )
 @pytest.mark.timeout(300)
 @pytest.mark.slow
@@ -85,7 +88,7 @@ def test_the_long_run_begins(hybridflow: Callable[..., Outcome], tmp_path: Path)
     assert 1 > temperatures[0] > temperatures[1] > temperatures[2] > 0.9
 
 
-@pytest.mark.parametrize(("name", "steps"), [("sac", 250), ("td3", 400), ("ddpg", 300)])
+@pytest.mark.parametrize(("name", "steps"), [("sac", 250), ("td3", 400), pytest.param("ddpg", 300, marks=pytest.mark.long)])
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_pendulum(hybridflow: Callable[..., Outcome], tmp_path: Path, name: str, steps: int) -> None:

@@ -97,7 +97,9 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("partial", [True, False], ids=["partial", "whole"])
+@pytest.mark.parametrize(
+    "partial", [pytest.param(True, id="partial"), pytest.param(False, id="whole", marks=pytest.mark.long)]
+)
 def test_an_asynchronous_run_is_repeated_whoever_is_slow(partial: bool, tmp_path: Path) -> None:
     data = with_keys(TEXT, schedule__partial_rollouts=partial)
     with disturbed(0):
@@ -137,6 +139,7 @@ def test_a_run_that_was_cut_and_resumed_is_repeated_as_a_whole(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_that_lost_a_sampler_is_repeated_as_a_whole_and_one_that_died_as_far_as_it_came(tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_a_run_that_lost_a_sampler_is_repeated_as_a_whole_and_one_that_died_as_f
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("data", [A3C, IMPALA], ids=["a3c", "impala"])
+@pytest.mark.parametrize("data", [pytest.param(A3C, id="a3c"), pytest.param(IMPALA, id="impala", marks=pytest.mark.long)])
 def test_env_workers_come_in_the_recorded_order(data: dict[str, Any], tmp_path: Path) -> None:
     with disturbed(0, every=6):
         whole = run(data, tmp_path / "whole")

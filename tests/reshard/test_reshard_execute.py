@@ -247,6 +247,7 @@ def test_weights_and_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_weights_and_bytes_are_those_of_the_plan_in_all_layouts(tmp_path: Path) -> None:
     check(ALL, tmp_path)
